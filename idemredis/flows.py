@@ -1,0 +1,349 @@
+"""Decisions that take more than one call, as generators. Pure: no client, no clock, no thread.
+
+A flow yields a step and is sent its result, or has its exception thrown in:
+
+    Call, Command   run it on Redis; the result is the decoded outcome
+    Sleep           wait; the result is the local monotonic clock afterwards
+    Later           go on with another flow in the background
+    Tell            an event happened
+
+`Ledger` and `AsyncLedger` drive the same flows, so re-asking, giving up and cancellation are decided here once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+
+from . import operations
+from .errors import FencedOut, LedgerUnavailable, NotDurable
+from .keys import Identity
+from .operations import (
+    Call,
+    Command,
+    Done,
+    Fenced,
+    InProgress,
+    Lost,
+    Renewed,
+    Replay,
+    Reservation,
+    Reused,
+    Row,
+    Stale,
+)
+from .policy import Policy
+from .responses import StoredResponse
+
+__all__ = [
+    "Flow",
+    "GivenUp",
+    "Later",
+    "Outcome",
+    "Sleep",
+    "Step",
+    "Tell",
+    "checkpoint",
+    "claim",
+    "complete",
+    "fail",
+    "heartbeat",
+    "leave",
+    "read",
+    "release",
+    "renew",
+]
+
+T = TypeVar("T")
+Outcome: TypeAlias = Reservation | Replay | InProgress | Reused
+EventName = Literal[
+    "claimed",
+    "taken_over",
+    "replayed",
+    "in_progress",
+    "reused",
+    "completed",
+    "failed",
+    "released",
+    "fenced",
+    "unavailable",
+    "not_stored",
+    "held_for_review",
+    "completion_lost",
+]
+
+ASK_AGAIN_WITHIN = 1.5
+"""Seconds a call may have taken and still be asked once more. With the client's own timeout of 1 s the caller knows
+after 2 s; a client that retries by itself for longer has asked often enough."""
+
+RACES = 3
+"""How often a stale row is raced for. Each lost race means that somebody else won it."""
+
+SHORTEST_GAP, LONGEST_GAP = 0.01, 0.25
+"""Seconds between two looks of a waiting duplicate."""
+
+GAP_SHARE = 0.05
+"""The gap grows with the time already waited, so an answer is found late by a twentieth of it at the most."""
+
+FIRST_RETRY, LONGEST_RETRY = 0.1, 2.0
+"""Seconds between two tries in the background, doubling: soon enough for a lease, seldom enough for a sick server."""
+
+STORE_WITHIN = 300.0
+"""Seconds for which a completion is tried again."""
+
+
+class Sleep(NamedTuple):
+    seconds: float
+
+
+class Tell(NamedTuple):
+    event: EventName
+    identity: Identity
+    generation: int = 0
+
+
+class Later(NamedTuple):
+    """`size` bytes are held in memory until the flow ends."""
+
+    flow: Flow[None]
+    size: int
+
+
+class GivenUp(Exception):
+    """Thrown into a background flow when there is no more time or room for it."""
+
+
+Step: TypeAlias = Call[Any] | Command[Any] | Sleep | Later | Tell
+Flow: TypeAlias = Generator[Step, Any, T]
+
+
+def claim(
+    identity: Identity, owner: str, fingerprint: str, *, lease: float, wait: float, takeover: bool, policy: Policy
+) -> Flow[Outcome]:
+    """Reserve the row, take it over when it is stale, or say what is there, after waiting for it up to `wait`."""
+    ask = operations.claim(identity, owner, fingerprint, lease, policy.retention)
+    races = 0
+    began: float | None = None
+    asked = 1  # the generation that an answer which never came may have given us; 0 while none is outstanding
+    try:
+        while True:
+            asked = 1
+            outcome: Outcome | Stale | Lost = yield from _ask(ask)
+            if isinstance(outcome, Stale) and takeover:
+                asked = outcome.generation + 1
+                outcome = yield from _ask(
+                    operations.takeover(identity, outcome.generation, owner, fingerprint, lease, policy.retention)
+                )
+            asked = 0
+            if isinstance(outcome, Lost):
+                races += 1
+                if races < RACES:
+                    continue
+            if isinstance(outcome, (Stale, Lost)):
+                outcome = InProgress(0.0, stale=True)
+            if isinstance(outcome, InProgress) and wait > 0 and not (outcome.stale and not takeover):
+                now: float = yield Sleep(0.0)
+                began = now if began is None else began
+                left = began + wait - now
+                if left > 0:
+                    races = 0
+                    yield Sleep(min(_gap(now - began), left, max(outcome.retry_after, SHORTEST_GAP)))
+                    continue
+            break
+    except LedgerUnavailable as error:
+        if error.unknown:
+            yield _disown(identity, asked, owner, lease, policy)
+        yield Tell("unavailable", identity)
+        raise
+    except Exception:
+        raise
+    except BaseException:  # cancelled or interrupted while an answer was on its way
+        if asked:
+            yield _disown(identity, asked, owner, lease, policy)
+        raise
+    yield _told(identity, outcome)
+    return outcome
+
+
+def complete(r: Reservation, response: StoredResponse, policy: Policy) -> Flow[None]:
+    """Store the answer, or have it stored in the background as soon as Redis can be reached."""
+    return _finish(r, response, operations.complete(r, response, policy.retention), "completed")
+
+
+def fail(r: Reservation, response: StoredResponse, policy: Policy) -> Flow[None]:
+    """Store a final failure, in the same way."""
+    return _finish(r, response, operations.fail(r, response, policy.retention), "failed")
+
+
+def release(r: Reservation, policy: Policy) -> Flow[None]:
+    """Give the row up now, or in the background as soon as Redis can be reached; after the lease it is stale anyway."""
+    r.hold.ended = True
+    call = operations.release(r.identity, r.generation, r.owner, policy.retention)
+    try:
+        outcome = yield from _ask(call)
+    except LedgerUnavailable:
+        yield _disown(r.identity, r.generation, r.owner, r.hold.lease, policy)
+        yield Tell("unavailable", r.identity, r.generation)
+        raise
+    except Exception:
+        raise
+    except BaseException:
+        yield _disown(r.identity, r.generation, r.owner, r.hold.lease, policy)
+        raise
+    yield from _unless_fenced(r, outcome)
+    yield Tell("released", r.identity, r.generation)
+
+
+def leave(r: Reservation, for_review: bool) -> Flow[None]:
+    """Leave the row pending until its lease ends."""
+    r.hold.ended = True
+    if for_review:
+        yield Tell("held_for_review", r.identity, r.generation)
+
+
+def renew(r: Reservation, policy: Policy) -> Flow[None]:
+    """Extend the lease."""
+    yield from _extend(r, operations.renew(r, policy.retention))
+
+
+def checkpoint(r: Reservation, name: str, data: str, policy: Policy) -> Flow[None]:
+    """Note how far the work got, and extend the lease."""
+    yield from _extend(r, operations.checkpoint(r, name, data, policy.retention))
+
+
+def read(identity: Identity) -> Flow[Row | None]:
+    """Look at the row; nothing changes."""
+    row: Row | None = yield operations.read(identity)
+    return row
+
+
+def heartbeat(r: Reservation, policy: Policy) -> Flow[None]:
+    """Renew the lease at a third of it, until the hold ends or has lasted for `max_hold`. Runs in the background."""
+    third = r.hold.lease / 3
+    began = r.hold.until - r.hold.lease
+    while True:
+        now = yield Sleep(third)
+        if r.hold.ended or now - began >= policy.max_hold:
+            return
+        try:
+            yield from _extend(r, operations.renew(r, policy.retention))
+        except LedgerUnavailable:
+            continue  # the next beat asks again; meanwhile `held` turns false by itself
+        except FencedOut:
+            return
+
+
+def _ask(call: Call[T]) -> Flow[T]:
+    """Ask; and once more where the answer may have been lost. Every script answers the same when asked again."""
+    outcome: T
+    try:
+        outcome = yield call
+        return outcome
+    except NotDurable:
+        raise
+    except LedgerUnavailable as error:
+        if not error.unknown or error.seconds > ASK_AGAIN_WITHIN:
+            raise
+    try:
+        outcome = yield call
+        return outcome
+    except LedgerUnavailable as error:
+        error.unknown = True  # whatever the second answer was, the first is still out
+        raise
+
+
+def _finish(r: Reservation, response: StoredResponse, call: Call[Done | Fenced], event: EventName) -> Flow[None]:
+    r.hold.ended = True
+    size = len(response.body)
+    try:
+        outcome = yield from _ask(call)
+    except LedgerUnavailable:
+        yield Later(_until_stored(r, call, event), size)
+        yield Tell("unavailable", r.identity, r.generation)
+        raise
+    except Exception:
+        raise
+    except BaseException:
+        yield Later(_until_stored(r, call, event), size)
+        raise
+    yield from _unless_fenced(r, outcome)
+    yield Tell(event, r.identity, r.generation)
+    if response.omitted:
+        yield Tell("not_stored", r.identity, r.generation)
+
+
+def _extend(r: Reservation, call: Call[Renewed | Fenced]) -> Flow[None]:
+    outcome = yield from _ask(call)
+    yield from _unless_fenced(r, outcome)
+    assert isinstance(outcome, Renewed)
+    r.hold.until = outcome.until
+
+
+def _unless_fenced(r: Reservation, outcome: object) -> Flow[None]:
+    if isinstance(outcome, Fenced):
+        r.hold.ended = True
+        yield Tell("fenced", r.identity, r.generation)
+        raise FencedOut(
+            f"generation {r.generation} no longer owns its row: it was taken over, has expired, or is finished; "
+            "nothing was changed, and what it did elsewhere may have been done twice"
+        )
+
+
+def _disown(identity: Identity, generation: int, owner: str, lease: float, policy: Policy) -> Later:
+    return Later(_until_released(operations.release(identity, generation, owner, policy.retention), lease), 0)
+
+
+def _until_released(call: Call[Done | Fenced], lease: float) -> Flow[None]:
+    """Ask until it is released, or one lease has passed: the claim may still arrive from the server's socket buffer."""
+    gap = FIRST_RETRY
+    now = began = yield Sleep(0.0)
+    while now - began < lease:
+        try:
+            if isinstance((yield call), Done):
+                return
+        except LedgerUnavailable:
+            pass
+        except GivenUp:
+            return
+        try:
+            now = yield Sleep(gap)
+        except GivenUp:
+            return
+        gap = min(gap * 2, LONGEST_RETRY)
+
+
+def _until_stored(r: Reservation, call: Call[Done | Fenced], event: EventName) -> Flow[None]:
+    """Ask until the answer is stored or fenced; when that takes too long, say that it is lost."""
+    gap = FIRST_RETRY
+    try:
+        began = now = yield Sleep(gap)
+        while now - began < STORE_WITHIN:
+            try:
+                outcome = yield call
+            except LedgerUnavailable:
+                now = yield Sleep(gap)
+                gap = min(gap * 2, LONGEST_RETRY)
+            else:
+                yield Tell("fenced" if isinstance(outcome, Fenced) else event, r.identity, r.generation)
+                return
+    except GivenUp:
+        pass
+    yield Tell("completion_lost", r.identity, r.generation)
+
+
+def _gap(waited: float) -> float:
+    gap = min(max(waited * GAP_SHARE, SHORTEST_GAP), LONGEST_GAP)
+    return gap * random.uniform(0.75, 1.25)
+
+
+def _told(identity: Identity, outcome: Outcome) -> Tell:
+    match outcome:
+        case Reservation():
+            return Tell("taken_over" if outcome.taken_over else "claimed", identity, outcome.generation)
+        case Replay():
+            return Tell("replayed", identity, outcome.generation)
+        case InProgress():
+            return Tell("in_progress", identity)
+        case Reused():
+            return Tell("reused", identity)

@@ -1,0 +1,95 @@
+"""What a valid key is, who it belongs to, and the name of its row."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+from urllib.parse import quote, unquote
+from uuid import UUID
+
+from .errors import ConfigurationError, InvalidKey, InvalidPrincipal
+
+__all__ = ["MAX_KEY_LENGTH", "Identity", "identify", "parse_row_name", "valid_key"]
+
+MAX_KEY_LENGTH = 255
+"""Characters. The limit the large payment APIs publish, so that a client's keys fit everywhere."""
+
+_UNENCODED = "-._~/@+=,"
+_PRINTABLE = re.compile(r"[\x20-\x7e]{1,255}\Z")
+_PLAIN = re.compile(r"[A-Za-z0-9\-._~/@+=,]*\Z")
+
+
+class Identity(NamedTuple):
+    """Whose operation a row stands for, and the row's name in Redis."""
+
+    principal: str
+    operation: str
+    key: str
+    row: str
+
+
+def valid_key(key: object) -> str:
+    """Return `key`, or refuse it before anything is written.
+
+    Raises:
+        InvalidKey: it is not a str of 1 to 255 printable ASCII characters (0x20 to 0x7e). The message names the
+            place of the first wrong character and never repeats the key.
+    """
+    if not isinstance(key, str):
+        raise InvalidKey(f"a key must be a str, not {type(key).__name__}")
+    if _PRINTABLE.match(key):
+        return key
+    if not key:
+        raise InvalidKey("the key is empty; send 1 to 255 printable ASCII characters")
+    if len(key) > MAX_KEY_LENGTH:
+        raise InvalidKey(f"the key has {len(key)} characters; at most {MAX_KEY_LENGTH} are allowed")
+    at, wrong = next((i, c) for i, c in enumerate(key) if not " " <= c <= "~")
+    raise InvalidKey(f"the key has U+{ord(wrong):04X} at position {at}; only printable ASCII (0x20 to 0x7e) is allowed")
+
+
+def identify(namespace: str, principal: object, key: object, operation: str = "") -> Identity:
+    """Name the row of one (principal, operation, key).
+
+    Raises:
+        InvalidKey: see `valid_key`.
+        InvalidPrincipal: `principal` is not a str, int or UUID, or is blank.
+    """
+    who = _principal(principal)
+    what = valid_key(key)
+    if not isinstance(operation, str):
+        raise ConfigurationError(f"an operation must be a str, not {type(operation).__name__}")
+    parts = (namespace, who, operation, what) if operation else (namespace, who, what)
+    try:
+        row = ":".join(map(_encode, parts))
+    except UnicodeEncodeError:
+        raise InvalidPrincipal(
+            "a principal or operation must be text that UTF-8 can encode (no lone surrogates)"
+        ) from None
+    return Identity(who, operation, what, row)
+
+
+def parse_row_name(name: str | bytes) -> tuple[str, str, str, str]:
+    """Read a row's name back into (namespace, principal, operation, key).
+
+    Raises:
+        ValueError: it is not the name of a row.
+    """
+    text = name.decode("ascii", "replace") if isinstance(name, bytes) else name
+    parts = text.split(":")
+    if len(parts) not in (3, 4):
+        raise ValueError(f"not the name of a row: {text!r} has {len(parts)} parts, and a row has 3 or 4")
+    namespace, principal, *operation, key = (unquote(part, errors="strict") for part in parts)
+    return namespace, principal, operation[0] if operation else "", key
+
+
+def _principal(principal: object) -> str:
+    if isinstance(principal, bool) or not isinstance(principal, (str, int, UUID)):
+        raise InvalidPrincipal(f"a principal must be a str, int or UUID, not {type(principal).__name__}")
+    text = str(principal)
+    if not text.strip():
+        raise InvalidPrincipal("the principal is empty or blank; derive it from the authenticated account")
+    return text
+
+
+def _encode(part: str) -> str:
+    return part if _PLAIN.match(part) else quote(part, safe=_UNENCODED)
