@@ -42,7 +42,10 @@ __all__ = [
 
 
 class IdempotencyError(Exception):
-    """The root of every error of this package."""
+    """The root of every error of this package. All of them can be pickled, as worker pools do with what a task raises."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _revive, (type(self), self.args, self.__dict__)
 
 
 class ConfigurationError(IdempotencyError, ValueError):
@@ -138,7 +141,8 @@ class AlreadyCompleted(IdempotencyError):
     """
 
     def __init__(self, response: StoredResponse) -> None:
-        super().__init__("this operation was completed before")
+        kept = f"; its result was not kept ({response.omitted})" if response.omitted else ""
+        super().__init__(f"this operation was completed before{kept}")
         self.response = response
 
 
@@ -156,3 +160,10 @@ class PreviousAttemptFailed(IdempotencyError):
 
 class HoldForReview(IdempotencyError):
     """Raise it in a recover function to leave the row pending until a person has looked."""
+
+
+def _revive(kind: type[IdempotencyError], args: tuple[object, ...], facts: dict[str, object]) -> IdempotencyError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(facts)
+    return error

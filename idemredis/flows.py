@@ -227,11 +227,15 @@ def heartbeat(r: Reservation, policy: Policy) -> Flow[None]:
         if r.hold.ended or now - began >= policy.max_hold:
             return
         try:
-            yield from _extend(r, operations.renew(r, policy.retention))
+            outcome = yield from _ask(operations.renew(r, policy.retention))
         except LedgerUnavailable:
             continue  # the next beat asks again; meanwhile `held` turns false by itself
-        except FencedOut:
+        if r.hold.ended:
+            return  # completed while the renewal was under way: what it says is about a finished row
+        if isinstance(outcome, Fenced):
+            yield from _fenced(r)
             return
+        r.hold.until = outcome.until
 
 
 def _ask(call: Call[T]) -> Flow[T]:
@@ -282,12 +286,19 @@ def _extend(r: Reservation, call: Call[Renewed | Fenced]) -> Flow[None]:
 
 def _unless_fenced(r: Reservation, outcome: object) -> Flow[None]:
     if isinstance(outcome, Fenced):
-        r.hold.ended = True
-        yield Tell("fenced", r.identity, r.generation)
+        yield from _fenced(r)
         raise FencedOut(
             f"generation {r.generation} no longer owns its row: it was taken over, has expired, or is finished; "
             "nothing was changed, and what it did elsewhere may have been done twice"
         )
+
+
+def _fenced(r: Reservation) -> Flow[None]:
+    """Tell it once an attempt, whether the heartbeat or the completion finds out first."""
+    told = r.hold.fenced
+    r.hold.ended = r.hold.fenced = True
+    if not told:
+        yield Tell("fenced", r.identity, r.generation)
 
 
 def _disown(identity: Identity, generation: int, owner: str, lease: float, policy: Policy) -> Later:
@@ -325,7 +336,10 @@ def _until_stored(r: Reservation, call: Call[Done | Fenced], event: EventName) -
                 now = yield Sleep(gap)
                 gap = min(gap * 2, LONGEST_RETRY)
             else:
-                yield Tell("fenced" if isinstance(outcome, Fenced) else event, r.identity, r.generation)
+                if isinstance(outcome, Fenced):
+                    yield from _fenced(r)
+                else:
+                    yield Tell(event, r.identity, r.generation)
                 return
     except GivenUp:
         pass

@@ -9,7 +9,7 @@ from uuid import UUID
 
 from .errors import ConfigurationError, InvalidKey, InvalidPrincipal
 
-__all__ = ["MAX_KEY_LENGTH", "Identity", "identify", "parse_row_name", "valid_key"]
+__all__ = ["MAX_KEY_LENGTH", "Identity", "identify", "parse_row_name", "valid_key", "valid_principal"]
 
 MAX_KEY_LENGTH = 255
 """Characters. The limit the large payment APIs publish, so that a client's keys fit everywhere."""
@@ -47,6 +47,20 @@ def valid_key(key: object) -> str:
     raise InvalidKey(f"the key has U+{ord(wrong):04X} at position {at}; only printable ASCII (0x20 to 0x7e) is allowed")
 
 
+def valid_principal(principal: object) -> str:
+    """Return `principal` as text, or refuse it.
+
+    Raises:
+        InvalidPrincipal: it is not a str, int or UUID, or is empty or blank.
+    """
+    if isinstance(principal, bool) or not isinstance(principal, (str, int, UUID)):
+        raise InvalidPrincipal(f"a principal must be a str, int or UUID, not {type(principal).__name__}")
+    text = str(principal)
+    if not text.strip():
+        raise InvalidPrincipal("the principal is empty or blank; derive it from the authenticated account")
+    return text
+
+
 def identify(namespace: str, principal: object, key: object, operation: str = "") -> Identity:
     """Name the row of one (principal, operation, key).
 
@@ -54,7 +68,7 @@ def identify(namespace: str, principal: object, key: object, operation: str = ""
         InvalidKey: see `valid_key`.
         InvalidPrincipal: `principal` is not a str, int or UUID, or is blank.
     """
-    who = _principal(principal)
+    who = valid_principal(principal)
     what = valid_key(key)
     if not isinstance(operation, str):
         raise ConfigurationError(f"an operation must be a str, not {type(operation).__name__}")
@@ -80,15 +94,6 @@ def parse_row_name(name: str | bytes) -> tuple[str, str, str, str]:
         raise ValueError(f"not the name of a row: {text!r} has {len(parts)} parts, and a row has 3 or 4")
     namespace, principal, *operation, key = (unquote(part, errors="strict") for part in parts)
     return namespace, principal, operation[0] if operation else "", key
-
-
-def _principal(principal: object) -> str:
-    if isinstance(principal, bool) or not isinstance(principal, (str, int, UUID)):
-        raise InvalidPrincipal(f"a principal must be a str, int or UUID, not {type(principal).__name__}")
-    text = str(principal)
-    if not text.strip():
-        raise InvalidPrincipal("the principal is empty or blank; derive it from the authenticated account")
-    return text
 
 
 def _encode(part: str) -> str:

@@ -68,12 +68,13 @@ class Command(NamedTuple, Generic[T]):
 class Hold:
     """What a reservation's attempt knows of its lease, from when it last heard. Shared with its heartbeat."""
 
-    __slots__ = ("ended", "lease", "sequence", "until")
+    __slots__ = ("ended", "fenced", "lease", "sequence", "until")
 
     def __init__(self, lease: float, sent: float, noted: int) -> None:
         self.lease = lease
         self.until = sent + lease
         self.ended = False
+        self.fenced = False
         self.sequence = count(noted + 1)
 
 
