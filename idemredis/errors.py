@@ -42,7 +42,7 @@ __all__ = [
 
 
 class IdempotencyError(Exception):
-    """The root of every error of this package. All of them can be pickled, as worker pools do with what a task raises."""
+    """The root of every error of this package. All can be pickled: worker pools do that with what a task raises."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _revive, (type(self), self.args, self.__dict__)

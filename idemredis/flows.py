@@ -17,7 +17,7 @@ from collections.abc import Generator
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from . import operations
-from .errors import FencedOut, LedgerUnavailable, NotDurable
+from .errors import CorruptRow, FencedOut, LedgerUnavailable, NotDurable
 from .keys import Identity
 from .operations import (
     Call,
@@ -151,16 +151,11 @@ def claim(
                     yield Sleep(min(_gap(now - began), left, max(outcome.retry_after, SHORTEST_GAP)))
                     continue
             break
-    except LedgerUnavailable as error:
-        if error.unknown:
+    except BaseException as error:
+        if asked and _leaves_unknown(error):
             yield _disown(identity, asked, owner, lease, policy)
-        yield Tell("unavailable", identity)
-        raise
-    except Exception:
-        raise
-    except BaseException:  # cancelled or interrupted while an answer was on its way
-        if asked:
-            yield _disown(identity, asked, owner, lease, policy)
+        if isinstance(error, LedgerUnavailable):
+            yield Tell("unavailable", identity)
         raise
     yield _told(identity, outcome)
     return outcome
@@ -182,14 +177,11 @@ def release(r: Reservation, policy: Policy) -> Flow[None]:
     call = operations.release(r.identity, r.generation, r.owner, policy.retention)
     try:
         outcome = yield from _ask(call)
-    except LedgerUnavailable:
-        yield _disown(r.identity, r.generation, r.owner, r.hold.lease, policy)
-        yield Tell("unavailable", r.identity, r.generation)
-        raise
-    except Exception:
-        raise
-    except BaseException:
-        yield _disown(r.identity, r.generation, r.owner, r.hold.lease, policy)
+    except BaseException as error:
+        if not isinstance(error, CorruptRow):
+            yield _disown(r.identity, r.generation, r.owner, r.hold.lease, policy)
+        if isinstance(error, LedgerUnavailable):
+            yield Tell("unavailable", r.identity, r.generation)
         raise
     yield from _unless_fenced(r, outcome)
     yield Tell("released", r.identity, r.generation)
@@ -259,17 +251,13 @@ def _ask(call: Call[T]) -> Flow[T]:
 
 def _finish(r: Reservation, response: StoredResponse, call: Call[Done | Fenced], event: EventName) -> Flow[None]:
     r.hold.ended = True
-    size = len(response.body)
     try:
         outcome = yield from _ask(call)
-    except LedgerUnavailable:
-        yield Later(_until_stored(r, call, event), size)
-        yield Tell("unavailable", r.identity, r.generation)
-        raise
-    except Exception:
-        raise
-    except BaseException:
-        yield Later(_until_stored(r, call, event), size)
+    except BaseException as error:
+        if not isinstance(error, CorruptRow):
+            yield Later(_until_stored(r, call, event), len(response.body))
+        if isinstance(error, LedgerUnavailable):
+            yield Tell("unavailable", r.identity, r.generation)
         raise
     yield from _unless_fenced(r, outcome)
     yield Tell(event, r.identity, r.generation)
@@ -291,6 +279,11 @@ def _unless_fenced(r: Reservation, outcome: object) -> Flow[None]:
             f"generation {r.generation} no longer owns its row: it was taken over, has expired, or is finished; "
             "nothing was changed, and what it did elsewhere may have been done twice"
         )
+
+
+def _leaves_unknown(error: BaseException) -> bool:
+    """Whether the call may have run all the same: a lost answer, but also a cancelled or interrupted wait for it."""
+    return error.unknown if isinstance(error, LedgerUnavailable) else not isinstance(error, CorruptRow)
 
 
 def _fenced(r: Reservation) -> Flow[None]:
@@ -315,12 +308,7 @@ def _until_released(call: Call[Done | Fenced], lease: float) -> Flow[None]:
                 return
         except LedgerUnavailable:
             pass
-        except GivenUp:
-            return
-        try:
-            now = yield Sleep(gap)
-        except GivenUp:
-            return
+        now = yield Sleep(gap)
         gap = min(gap * 2, LONGEST_RETRY)
 
 

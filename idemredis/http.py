@@ -12,7 +12,7 @@ from .errors import InvalidKey
 from .keys import valid_key
 from .responses import StoredResponse
 
-__all__ = ["SAFE_METHODS", "Contract", "Protocol", "parse_key", "stored_by_default"]
+__all__ = ["REFUSALS", "SAFE_METHODS", "Contract", "Protocol", "parse_key", "stored_by_default"]
 
 Protocol: TypeAlias = Literal["default", "ietf"]
 
@@ -31,7 +31,7 @@ _QUOTED = re.compile(
 _BARE = re.compile(r"[!#-+\--:<-\[\]-~]+\Z")
 """A key without quotes: printable, and none of space, quote, comma, semicolon or backslash."""
 
-_TITLES = {
+REFUSALS = {
     "idempotency_key_required": (400, "An idempotency key is required"),
     "idempotency_key_invalid": (400, "The idempotency key is not valid"),
     "idempotency_body_incomplete": (400, "The request body is incomplete"),
@@ -44,6 +44,7 @@ _TITLES = {
     "idempotency_response_not_stored": (500, "The original response was not stored"),
     "idempotency_unavailable": (503, "The idempotency store is unavailable"),
 }
+"""Status (that of reuse is 422 under "ietf") and title of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,31 +62,31 @@ class Contract:
     retry_after: float = 2.0
 
     def key_required(self) -> StoredResponse:
-        return self._refuse("idempotency_key_required", "send an Idempotency-Key header that names this operation")
+        return self.refuse("idempotency_key_required", "send an Idempotency-Key header that names this operation")
 
     def key_invalid(self, error: InvalidKey) -> StoredResponse:
-        return self._refuse("idempotency_key_invalid", str(error))
+        return self.refuse("idempotency_key_invalid", str(error))
 
     def principal_required(self) -> StoredResponse:
-        return self._refuse("idempotency_principal_required", "a key belongs to an account; authenticate first")
+        return self.refuse("idempotency_principal_required", "a key belongs to an account; authenticate first")
 
     def body_incomplete(self) -> StoredResponse:
-        return self._refuse("idempotency_body_incomplete", "fewer bytes arrived than were announced; send it again")
+        return self.refuse("idempotency_body_incomplete", "fewer bytes arrived than were announced; send it again")
 
     def length_required(self) -> StoredResponse:
-        return self._refuse(
+        return self.refuse(
             "idempotency_length_required", "this server does not hand on a chunked body; send a Content-Length"
         )
 
     def key_reused(self) -> StoredResponse:
-        return self._refuse(
+        return self.refuse(
             "idempotency_key_reused", "this key was used for another request; a new operation needs a new key"
         )
 
     def in_progress(self, lease: float) -> StoredResponse:
         """`lease`: seconds that the running request's lease has left."""
         wait = min(lease, self.retry_after)
-        return self._refuse(
+        return self.refuse(
             "idempotency_key_in_progress",
             "a request with this key is still running; ask again later",
             retry_after=wait,
@@ -94,27 +95,28 @@ class Contract:
         )
 
     def lost_race(self) -> StoredResponse:
-        return self._refuse("idempotency_key_retry", "another retry took the request over; ask again", retry_after=0.0)
+        return self.refuse("idempotency_key_retry", "another retry took the request over; ask again", retry_after=0.0)
 
     def row_corrupt(self) -> StoredResponse:
-        return self._refuse(
+        return self.refuse(
             "idempotency_row_corrupt", "the record of this key cannot be read; the request was not run; contact support"
         )
 
     def unavailable(self) -> StoredResponse:
-        return self._refuse(
+        return self.refuse(
             "idempotency_unavailable", "the request was not run; send it again", retry_after=self.retry_after
         )
 
     def not_stored(self, original: StoredResponse) -> StoredResponse:
-        return self._refuse(
+        return self.refuse(
             "idempotency_response_not_stored",
             f"the request was done before and answered {original.status}; the answer was not kept ({original.omitted})",
             original_status=original.status,
         )
 
-    def _refuse(self, code: str, message: str, *, retry_after: float | None = None, **facts: int) -> StoredResponse:
-        status, title = _TITLES[code]
+    def refuse(self, code: str, message: str, *, retry_after: float | None = None, **facts: int) -> StoredResponse:
+        """Return the answer for one of `REFUSALS`, with `facts` as further members of its body."""
+        status, title = REFUSALS[code]
         headers: list[tuple[str, str]] = []
         if self.protocol == "ietf":
             if code == "idempotency_key_reused":

@@ -1,0 +1,96 @@
+"""The README is true: its snippets run, its commands show what it says, its tables are the code's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from idemredis.http import REFUSALS, Contract
+from idemredis.settings import DEFAULTS
+
+from .support.servers import Server
+
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(document: Path, kind: str) -> list[str]:
+    return [text for found, text in _BLOCK.findall(document.read_text()) if found == kind]
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the first table under a heading of the README, without its two head lines."""
+    section = (ROOT / "README.md").read_text().split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in rows[2:]]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_python_snippet_runs(document: Path, valkey_server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, code in enumerate(blocks(document, "python"), 1):
+        names: dict[str, Any] = {"__name__": f"snippet_{number}"}
+        there = code.replace("redis://localhost:6379/0", valkey_server.url)
+        exec(compile(there, f"{document.name}, snippet {number}", "exec"), names)  # a snippet is a program
+
+
+def test_the_flask_snippet_charges_once(valkey_server: Server) -> None:
+    code = next(code for code in blocks(ROOT / "README.md", "python") if "Flask(" in code)
+    names: dict[str, Any] = {"__name__": "app"}
+    exec(code.replace("redis://localhost:6379/0", valkey_server.url), names)
+    client = names["app"].test_client()
+    request = {"json": {"amount": 5}, "headers": {"X-Account": "a", "Idempotency-Key": "k"}}
+    first, again = client.post("/charges", **request), client.post("/charges", **request)
+    assert (first.status_code, again.status_code) == (201, 201)
+    assert again.data == first.data
+    assert again.headers["Idempotent-Replayed"] == "true"
+    assert client.post("/charges", json={"amount": 6}, headers=request["headers"]).status_code == 409
+
+
+@pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-cli is not installed; the servers here have none")
+def test_the_row_looks_as_shown_in_redis_cli(valkey_server: Server) -> None:
+    code = next(code for code in blocks(ROOT / "README.md", "python") if "send_welcome" in code)
+    exec(code.replace("redis://localhost:6379/0", valkey_server.url), {"__name__": "worker"})
+    command, _, shown = next(text for text in blocks(ROOT / "README.md", "console") if "redis-cli" in text).partition(
+        "\n"
+    )
+    words = shlex.split(command.removeprefix("$ redis-cli "))
+    answer = subprocess.run(
+        ["redis-cli", "-p", str(valkey_server.port), "--no-raw", *words], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.startswith(shown)
+
+
+def test_the_settings_table_is_the_code() -> None:
+    documented = {cells[0].strip("`"): cells[1] for cells in table("Settings")}
+    assert list(documented) == list(DEFAULTS)
+    for name, default in DEFAULTS.items():
+        if default is None:
+            assert documented[name].startswith("none"), name
+        elif name == "REPLAY_HEADERS":
+            assert tuple(header.strip("` ") for header in documented[name].split(",")) == default
+        else:
+            shown = documented[name].strip("`").replace('"', "'")
+            assert shown in (repr(default), f"{default:g}" if isinstance(default, float) else repr(default)), name
+
+
+@pytest.mark.parametrize("protocol", ["default", "ietf"])
+def test_the_http_table_is_the_code(protocol: Any) -> None:
+    contract = Contract(protocol)
+    column = 1 if protocol == "default" else 2
+    for cells in table("What a client is told"):
+        if code := re.search(r"`(idempotency_\w+)`", cells[1]):
+            status = int(re.match(r"\d+", cells[column])[0])  # type: ignore[index]  # each row begins with one
+            assert contract.refuse(code[1], "").status == status, code[1]
+    told = {code for cells in table("What a client is told") for code in re.findall(r"idempotency_\w+", cells[1])}
+    assert told == set(REFUSALS)
+
+
+def test_the_readme_is_short_enough_to_read() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 300
