@@ -18,10 +18,10 @@ from .errors import (
 )
 from .events import Event
 from .fingerprint import fingerprint_request, fingerprint_value
-from .ledger import AsyncLedger, Ledger
 from .operations import InProgress, Replay, Reservation, Reused, Row
 from .policy import Policy
 from .responses import StoredResponse
+from .worker import AsyncLedger, Ledger
 
 __all__ = [
     "AlreadyCompleted",

@@ -56,7 +56,7 @@ def valid_principal(principal: object) -> str:
     if isinstance(principal, bool) or not isinstance(principal, (str, int, UUID)):
         raise InvalidPrincipal(f"a principal must be a str, int or UUID, not {type(principal).__name__}")
     text = str(principal)
-    if not text.strip():
+    if not text or text.isspace():
         raise InvalidPrincipal("the principal is empty or blank; derive it from the authenticated account")
     return text
 
@@ -72,9 +72,9 @@ def identify(namespace: str, principal: object, key: object, operation: str = ""
     what = valid_key(key)
     if not isinstance(operation, str):
         raise ConfigurationError(f"an operation must be a str, not {type(operation).__name__}")
-    parts = (namespace, who, operation, what) if operation else (namespace, who, what)
+    parts = [namespace, who, operation, what] if operation else [namespace, who, what]
     try:
-        row = ":".join(map(_encode, parts))
+        row = ":".join([part if _PLAIN.match(part) else quote(part, safe=_UNENCODED) for part in parts])
     except UnicodeEncodeError:
         raise InvalidPrincipal(
             "a principal or operation must be text that UTF-8 can encode (no lone surrogates)"
@@ -94,7 +94,3 @@ def parse_row_name(name: str | bytes) -> tuple[str, str, str, str]:
         raise ValueError(f"not the name of a row: {text!r} has {len(parts)} parts, and a row has 3 or 4")
     namespace, principal, *operation, key = (unquote(part, errors="strict") for part in parts)
     return namespace, principal, operation[0] if operation else "", key
-
-
-def _encode(part: str) -> str:
-    return part if _PLAIN.match(part) else quote(part, safe=_UNENCODED)

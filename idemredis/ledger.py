@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
@@ -87,7 +87,7 @@ class _Base:
         if wait:
             check_seconds("wait", wait)
         return flows.claim(
-            identity, secrets.token_hex(8), fingerprint, lease=lease, wait=wait, takeover=takeover, policy=self.policy
+            identity, os.urandom(8).hex(), fingerprint, lease=lease, wait=wait, takeover=takeover, policy=self.policy
         )
 
     def _checkpoint(self, r: Reservation, name: str, data: object) -> Flow[None]:

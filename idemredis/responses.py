@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from .errors import CorruptRow, InvalidResponse
@@ -56,6 +57,9 @@ _NEVER_KEPT = frozenset(
         "upgrade",
     }
 )
+HEADERS_REMEMBERED = 256
+"""Sets of headers whose JSON is kept: most answers of a service have one of a few."""
+
 _HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
 
@@ -89,8 +93,12 @@ class StoredResponse:
             raise InvalidResponse(f"omitted must be one of {sorted(OMISSIONS)}, not {self.omitted!r}")
         if not isinstance(self.headers, tuple):
             raise InvalidResponse(f"headers must be a tuple of (name, value) pairs, not {type(self.headers).__name__}")
-        for pair in self.headers:
-            _check_header(pair)
+        try:
+            _check_headers(self.headers)
+        except InvalidResponse:
+            raise
+        except TypeError as unhashable:
+            raise InvalidResponse(f"headers must be a tuple of (name, value) pairs of str ({unhashable})") from None
 
     def without_body(self, why: Omission) -> StoredResponse:
         """Return the tombstone of this answer: its status, and why the rest was not kept."""
@@ -98,7 +106,7 @@ class StoredResponse:
 
     def encode(self) -> tuple[int, str, bytes, str]:
         """Return (response_status, response_headers, response_body, response_omitted) as the row has them."""
-        return self.status, json.dumps(self.headers, separators=(",", ":")), self.body, self.omitted
+        return self.status, _write_headers(self.headers), self.body, self.omitted
 
     @classmethod
     def decode(cls, status: bytes, headers: bytes, body: bytes, omitted: bytes) -> StoredResponse:
@@ -108,8 +116,7 @@ class StoredResponse:
             CorruptRow: a field is not what `encode` writes. A header that someone edited into two is found here.
         """
         try:
-            pairs = tuple((name, value) for name, value in json.loads(headers)) if headers != b"[]" else ()
-            return cls(int(status), pairs, body, omitted.decode())  # type: ignore[arg-type]  # __post_init__ checks it
+            return cls(int(status), _read_headers(headers), body, omitted.decode())  # type: ignore[arg-type]  # checked
         except (ValueError, TypeError) as error:
             raise CorruptRow(f"the stored response cannot be read: {error}") from None
 
@@ -128,11 +135,23 @@ def kept_headers(headers: Iterable[tuple[str, str]], replayed: frozenset[str]) -
     return tuple((name, value) for name, value in headers if name.lower() in replayed)
 
 
-def _check_header(pair: object) -> None:
-    if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
-        raise InvalidResponse(f"a header must be a (name, value) pair of str, not {type(pair).__name__}")
-    name, value = pair
-    if not _HEADER_NAME.match(name):
-        raise InvalidResponse(f"a header name must be a token (RFC 9110 §5.1), not {name!r}")
-    if not _HEADER_VALUE.match(value):
-        raise InvalidResponse(f"the value of header {name!r} has a control character, or one outside latin-1")
+@lru_cache(HEADERS_REMEMBERED)
+def _check_headers(headers: tuple[object, ...]) -> None:
+    for pair in headers:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
+            raise InvalidResponse(f"a header must be a (name, value) pair of str, not {type(pair).__name__}")
+        name, value = pair
+        if not _HEADER_NAME.match(name):
+            raise InvalidResponse(f"a header name must be a token (RFC 9110 §5.1), not {name!r}")
+        if not _HEADER_VALUE.match(value):
+            raise InvalidResponse(f"the value of header {name!r} has a control character, or one outside latin-1")
+
+
+@lru_cache(HEADERS_REMEMBERED)
+def _write_headers(headers: tuple[tuple[str, str], ...]) -> str:
+    return json.dumps(headers, separators=(",", ":"))
+
+
+@lru_cache(HEADERS_REMEMBERED)
+def _read_headers(text: bytes) -> tuple[tuple[str, str], ...]:
+    return tuple((name, value) for name, value in json.loads(text))
