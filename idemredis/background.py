@@ -201,7 +201,10 @@ class Background:
         answers: list[Answer] = [time.monotonic()] * len(jobs)
         while jobs:
             jobs, calls = _go_on_together(jobs, answers, slept, self._tell)
-            answers = self._run(calls) if calls else []
+            try:
+                answers = self._run(calls) if calls else []
+            except Exception as error:  # not Redis' doing: each flow is told, and the thread goes on
+                answers = [error] * len(jobs)
         return slept
 
 
@@ -289,7 +292,10 @@ class _Runner:
         answers: list[Answer] = [time.monotonic()] * len(jobs)
         while jobs:
             jobs, calls = _go_on_together(jobs, answers, slept, self._tell)
-            answers = await self._run(calls) if calls else []
+            try:
+                answers = await self._run(calls) if calls else []
+            except Exception as error:  # not Redis' doing: each flow is told, and the task goes on
+                answers = [error] * len(jobs)
         _put_back(self.agenda, self._in_hand, slept)
         self._in_hand = []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, Literal, TypeAlias, cast
 
@@ -116,6 +116,8 @@ class Settlement:
     def __init__(self, ledger: Ledger, reservation: Reservation, on_error: str, replayed: frozenset[str]) -> None:
         self.attempt = Attempt(ledger, reservation)
         self.settled = False
+        self._streaming = False
+        self._then: Callable[[], object] | None = None
         self._ledger = ledger
         self._on_error = on_error
         self._replayed = replayed
@@ -138,14 +140,23 @@ class Settlement:
 
     def settle_without_answer(self) -> None:
         """Settle a request that ended in an exception which no answer was made of."""
+        if self.settled or self._streaming:
+            return
         page = cast(Response, InternalServerError().get_response())
         match self.attempt.outcome or self._on_error:
             case "store":
-                self._keep(page, page.get_data())
+                self._keep(page.status_code, page.headers.items(), page.get_data())
             case "omit":
                 self._store(StoredResponse(page.status_code, omitted="not_wanted"))
             case outcome:
                 self._give_up(outcome)
+
+    def when_settled(self, then: Callable[[], object]) -> None:
+        """Call `then` once the answer is settled: now, or when its stream has ended."""
+        if self.settled:
+            then()
+        else:
+            self._then = then
 
     def hold_for_review(self) -> None:
         """Leave the row pending, and say that a person must look."""
@@ -154,45 +165,60 @@ class Settlement:
     def _capture(self, response: Response) -> None:
         limit = self._ledger.policy.max_body
         if response.status_code in NULL_BODY_STATUSES:
-            self._keep(response, b"")
+            self._keep(response.status_code, response.headers.items(), b"")
         elif response.is_sequence:
             pieces = list(response.iter_encoded())
             if sum(map(len, pieces)) <= limit:
-                self._keep(response, b"".join(pieces))
+                self._keep(response.status_code, response.headers.items(), b"".join(pieces))
             else:
-                self._omit(response, "too_large")
+                self._omit(response.status_code, "too_large")
         elif response.content_length is None:
-            keep, omit = functools.partial(self._keep, response), functools.partial(self._omit, response)
-            response.response = _Collected(response.response, limit, keep, omit)
+            self._collect(response, limit)
         elif response.content_length <= limit:
-            self._capture_short(response)
+            self._capture_short(response, response.content_length)
         else:
-            self._omit(response, "too_large")
+            self._omit(response.status_code, "too_large")
 
-    def _capture_short(self, response: Response) -> None:
-        """Read a short stream, as Flask's own error pages are, so that it is stored before the client sees it."""
+    def _collect(self, response: Response, limit: int) -> None:
+        """Collect a stream while it is sent; its headers are those of now, before `after_request` functions."""
+        self._streaming = True
+        status, headers = response.status_code, tuple(response.headers.items())
+        response.response = _Collected(
+            response.response,
+            limit,
+            keep=lambda body: self._keep(status, headers, body),
+            omit=functools.partial(self._omit, status),
+        )
+
+    def _capture_short(self, response: Response, length: int) -> None:
+        """Read a short stream, as Flask's own error pages are, so that it is stored before the client sees it.
+
+        One that breaks has not been seen by anybody: it is an error like any other of the view.
+        """
+        source = response.response
+        pieces: list[bytes] = []
         try:
-            pieces = list(response.iter_encoded())
-        except Exception:
-            self._omit(response, "broken_off")
-            raise
-        close = getattr(response.response, "close", None)
+            for piece in response.iter_encoded():
+                pieces.append(piece)
+                length -= len(piece)
+                if length < 0:
+                    raise ValueError(f"the answer's body is longer than its Content-Length, by {-length} bytes or more")
+        finally:
+            if hasattr(source, "close"):
+                source.close()
         response.response = pieces
         response.direct_passthrough = False
-        if close is not None:
-            close()
-        self._keep(response, b"".join(pieces))
+        self._keep(response.status_code, tuple(response.headers.items()), b"".join(pieces))
 
-    def _keep(self, response: Response, body: bytes) -> None:
+    def _keep(self, status: int, headers: Iterable[tuple[str, str]], body: bytes) -> None:
         try:
-            headers = kept_headers(response.headers.items(), self._replayed)
-            self._store(StoredResponse(response.status_code, headers, body))
+            self._store(StoredResponse(status, kept_headers(headers, self._replayed), body))
         except InvalidResponse as error:
-            logger.error("the answer %d cannot be replayed and is not stored: %s", response.status_code, error)
-            self._omit(response, "not_encodable")
+            logger.error("the answer %d cannot be replayed and is not stored: %s", status, error)
+            self._omit(status, "not_encodable")
 
-    def _omit(self, response: Response, why: Omission) -> None:
-        self._store(StoredResponse(response.status_code, omitted=why))
+    def _omit(self, status: int, why: Omission) -> None:
+        self._store(StoredResponse(status, omitted=why))
 
     def _store(self, stored: StoredResponse) -> None:
         self._settle_by(self._ledger.fail if stored.status >= 500 else self._ledger.complete, stored)
@@ -211,6 +237,8 @@ class Settlement:
             pass  # told by the ledger, and stored in the background where that can still be done
         except Exception:
             logger.exception("the answer of generation %d could not be settled", self.attempt.generation)
+        if self._then is not None:
+            self._then()
 
 
 class _Collected:

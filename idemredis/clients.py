@@ -12,6 +12,7 @@ import redis.asyncio
 import redis.asyncio.retry
 from redis.backoff import EqualJitterBackoff
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     AuthorizationError,
     MaxConnectionsError,
@@ -39,8 +40,10 @@ __all__ = [
     "check_sync",
     "client",
     "is_cluster",
+    "nodes",
     "ours",
     "socket_timeout",
+    "was_redirected",
 ]
 
 logger = logging.getLogger("idemredis")
@@ -116,6 +119,24 @@ def socket_timeout(candidate: Client | AsyncClient) -> float | None:
     return kwargs.get("socket_timeout")
 
 
+def nodes(cluster: Any, calls: Sequence[Call[Any]]) -> list[tuple[redis.Redis, list[int]]]:
+    """Return each node's own client, with the places of those calls whose rows it has; some may be on none."""
+    found: dict[str, tuple[redis.Redis, list[int]]] = {}
+    for i, call in enumerate(calls):
+        try:
+            node = cluster.get_node_from_key(call.row)
+            client = cluster.get_redis_connection(node)
+        except ERRORS:
+            continue
+        found.setdefault(node.name, (client, []))[1].append(i)
+    return list(found.values())
+
+
+def was_redirected(answer: object) -> bool:
+    """Whether a cluster's node said that the row is on another one (MOVED or ASK)."""
+    return isinstance(answer, LedgerUnavailable) and isinstance(answer.__cause__, AskError)
+
+
 def ours(error: Exception, seconds: float) -> IdempotencyError:
     """Say in our words what a client's error means.
 
@@ -139,7 +160,7 @@ def _from_url(make: Any, url: str, socket_timeout: float, retry: object) -> Any:
 
 
 def _check(candidate: object) -> None:
-    if not callable(getattr(candidate, "execute_command", None)):
+    if isinstance(candidate, type) or not callable(getattr(candidate, "execute_command", None)):
         raise ConfigurationError(f"a ledger needs a redis-py client, not {_path(candidate)}; Ledger.from_url makes one")
 
 

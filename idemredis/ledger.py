@@ -310,11 +310,20 @@ class Ledger(_Base):
 
     def _run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Run calls that have nothing to do with each other, in one round trip; errors come back as answers."""
-        if clients.is_cluster(self.client):  # a cluster's pipeline refuses EVALSHA
-            return [clients.attempt(self._run, call) for call in calls]
+        if not clients.is_cluster(self.client):
+            return self._run_together(self.client, calls)
+        answers: dict[int, Any] = {}
+        for client, places in clients.nodes(self.client, calls):  # a cluster's own pipeline refuses EVALSHA
+            answers |= zip(places, self._run_together(client, [calls[i] for i in places]), strict=True)
+        return [
+            clients.attempt(self._run, call) if i not in answers or clients.was_redirected(answers[i]) else answers[i]
+            for i, call in enumerate(calls)
+        ]
+
+    def _run_together(self, client: Any, calls: Sequence[Call[Any]]) -> list[Any]:
         batch = clients.Batch(calls, self._scripts, self.policy)
         while commands := batch.commands():
-            pipeline = self.client.pipeline(transaction=False)
+            pipeline = client.pipeline(transaction=False)
             for words in commands:
                 pipeline.execute_command(*words, NEVER_DECODE=True)
             sent = time.monotonic()
@@ -465,7 +474,7 @@ class AsyncLedger(_Base):
 
     async def _run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Run calls that have nothing to do with each other, in one round trip; errors come back as answers."""
-        if clients.is_cluster(self.client):  # a cluster's pipeline refuses EVALSHA
+        if clients.is_cluster(self.client):  # a cluster's own pipeline refuses EVALSHA
             return await asyncio.gather(*map(self._run, calls), return_exceptions=True)
         batch = clients.Batch(calls, self._scripts, self.policy)
         while commands := batch.commands():

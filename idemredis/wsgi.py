@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+import re
 from collections.abc import Callable, Iterator
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any, TypeAlias
@@ -31,6 +32,8 @@ CHUNK = 64 * 1024
 SPOOL = 256 * 1024
 """Bytes of a body kept in memory; a larger one goes through a temporary file."""
 
+_ORIGIN = re.compile(r"\A[a-z][a-z0-9+\-.]*://[^/?#]*", re.IGNORECASE)
+
 _warned: set[str] = set()
 
 
@@ -52,22 +55,30 @@ class _Recorder(io.RawIOBase):
     def __init__(self, source: Any) -> None:
         self.source = source
         self.seen: IO[bytes] | None = None
+        self._recording = True
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         chunk: bytes = self.source.read(len(buffer))
-        if self.seen is None:
-            self.seen = SpooledTemporaryFile(SPOOL)  # noqa: SIM115  # closed when the request is torn down
-        self.seen.write(chunk)
+        if self._recording:
+            if self.seen is None:
+                self.seen = SpooledTemporaryFile(SPOOL)  # noqa: SIM115  # closed when the request is torn down
+            self.seen.write(chunk)
         buffer[: len(chunk)] = chunk
         return len(chunk)
 
     def close(self) -> None:
+        self.stop()
+        super().close()
+
+    def stop(self) -> None:
+        """Keep no more. It can still be read: an unprotected view may send what it reads of the body."""
+        self._recording = False
         if self.seen is not None:
             self.seen.close()
-        super().close()
+            self.seen = None
 
 
 def record_input(environ: Environ) -> None:
@@ -100,12 +111,16 @@ def hand_on_body(environ: Environ, update: Callable[[bytes], object], limit: int
     body: IO[bytes] = io.BytesIO(first)
     if len(first) != expected:
         body = SpooledTemporaryFile(SPOOL)  # noqa: SIM115  # closed when the request is torn down
-        body.write(first)
-        for piece in pieces:
-            update(piece)
-            body.write(piece)
-        if expected is not None and body.tell() < expected:
-            raise BodyIncomplete
+        try:
+            body.write(first)
+            for piece in pieces:
+                update(piece)
+                body.write(piece)
+            if expected is not None and body.tell() < expected:
+                raise BodyIncomplete
+        except BaseException:
+            body.close()
+            raise
         body.seek(0)
     environ["wsgi.input"] = body
 
@@ -118,7 +133,9 @@ def rewind_input(environ: Environ) -> None:
 def close_input(environ: Environ) -> None:
     """Close what `record_input` or `hand_on_body` put in the place of the server's own."""
     body = environ.get("wsgi.input")
-    if isinstance(body, (_Recorder, SpooledTemporaryFile)):
+    if isinstance(body, _Recorder):
+        body.stop()
+    elif isinstance(body, SpooledTemporaryFile):
         body.close()
 
 
@@ -135,8 +152,9 @@ def raw_target(environ: Environ) -> str:
         path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
         target = quote(path.encode("latin-1"), safe="/!$&'()*+,;=:@-._~")
     elif not target.startswith("/"):  # absolute-form (RFC 9112 §3.2.2): the same target by another name
-        _, _, rest = target.partition("://")
-        target = "/" + rest.partition("/")[2]
+        target = _ORIGIN.sub("", target, count=1)
+        if not target.startswith("/"):
+            target = f"/{target}"
     if query and "?" not in target:
         target = f"{target}?{query}"
     if target.isascii():
@@ -148,7 +166,7 @@ def _expected(environ: Environ) -> int | None:
     """The body's length; None where the server ends the stream itself."""
     length = environ.get("CONTENT_LENGTH") or ""
     chunked = "HTTP_TRANSFER_ENCODING" in environ
-    if length.isdigit() and not chunked:
+    if length.isdecimal() and not chunked:
         return int(length)
     if environ.get("wsgi.input_terminated"):
         return None
