@@ -6,8 +6,8 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar
 
 from redis.exceptions import NoScriptError
 
@@ -26,17 +26,23 @@ from .scripts import Script, load
 __all__ = ["AsyncLedger", "Ledger"]
 
 T = TypeVar("T")
+C = TypeVar("C")
 
 MAX_CHECKPOINT = 4096
 """Bytes of a checkpoint's JSON: enough for ids and amounts, and small enough to be written often."""
 
 
-class _Base:
-    """What both ledgers have: settings, and checked arguments made into flows."""
+class _Base(Generic[C]):
+    """What both ledgers have: how they are made, and checked arguments made into flows."""
+
+    _client_for: Callable[[str, float], C]
+    _check_client: Callable[[object], None]
+    _make_background: Callable[[Any, Teller], Any]
+    _run_all: Any
 
     def __init__(
         self,
-        client: Any,
+        client: C,
         policy: Policy | None = None,
         namespace: str = "idem",
         observers: Iterable[Observer] = (),
@@ -44,23 +50,51 @@ class _Base:
         log_keys: bool = False,
         scripts: Mapping[str, Script] | None = None,
     ) -> None:
+        self._check_client(client)
         if not isinstance(namespace, str) or not namespace:
             raise ConfigurationError(f"namespace must be a str that is not empty, not {namespace!r}")
+        self.client: Any = client
         self.policy = Policy() if policy is None else policy
         self.namespace = namespace
         self._scripts = load() if scripts is None else scripts
         self._tell = Teller(observers, log_keys)
-        self._check_replicas(client)
+        self._background = self._make_background(self._run_all, self._tell)
+        self._check_replicas()
 
-    def _check_replicas(self, client: Client | AsyncClient) -> None:
+    @classmethod
+    def from_url(
+        cls,
+        url: str,
+        policy: Policy | None = None,
+        namespace: str = "idem",
+        observers: Iterable[Observer] = (),
+        *,
+        socket_timeout: float = clients.SOCKET_TIMEOUT,
+        log_keys: bool = False,
+        scripts: Mapping[str, Script] | None = None,
+    ) -> Self:
+        """Make a ledger and its client from `redis://`, `rediss://`, `unix://`, or `memory://` (this process alone).
+
+        `memory://NAME` is one store for every ledger of the process that names it; `memory://` is a new one.
+
+        Args:
+            socket_timeout: seconds to wait for an answer; a call that times out is asked once more.
+
+        Raises:
+            ConfigurationError: the URL cannot be used, or `memory://` lacks its extra.
+        """
+        made = cls._client_for(url, socket_timeout)
+        return cls(made, policy, namespace, observers, log_keys=log_keys, scripts=scripts)
+
+    def _check_replicas(self) -> None:
         if not self.policy.min_replicas:
             return
-        if clients.is_cluster(client):
+        if clients.is_cluster(self.client):
             raise ConfigurationError(
                 f"min_replicas={self.policy.min_replicas} cannot be promised on a cluster: WAIT must follow the script "
                 "on its own node's connection; set min_replicas=0"
             )
-        timeout = clients.socket_timeout(client)
+        timeout = clients.socket_timeout(self.client)
         if timeout is not None and self.policy.replica_timeout >= timeout:
             raise ConfigurationError(
                 f"replica_timeout must be shorter than the client's socket_timeout "
@@ -101,7 +135,7 @@ class _Base:
         return flows.checkpoint(r, name, text, self.policy)
 
 
-class Ledger(_Base):
+class Ledger(_Base[Client]):
     """Claims, completes and replays operations by (principal, operation, key), over a sync redis-py client.
 
     Safe to share between threads and greenlets; a forked child may go on using it.
@@ -119,45 +153,9 @@ class Ledger(_Base):
         ConfigurationError: the client is of another kind, or a setting cannot work with it.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        policy: Policy | None = None,
-        namespace: str = "idem",
-        observers: Iterable[Observer] = (),
-        *,
-        log_keys: bool = False,
-        scripts: Mapping[str, Script] | None = None,
-    ) -> None:
-        clients.check_sync(client)
-        super().__init__(client, policy, namespace, observers, log_keys=log_keys, scripts=scripts)
-        self.client: Any = client
-        self._background = Background(self._run_all, self._tell)
-
-    @classmethod
-    def from_url(
-        cls,
-        url: str,
-        policy: Policy | None = None,
-        namespace: str = "idem",
-        observers: Iterable[Observer] = (),
-        *,
-        socket_timeout: float = clients.SOCKET_TIMEOUT,
-        log_keys: bool = False,
-        scripts: Mapping[str, Script] | None = None,
-    ) -> Self:
-        """Make a ledger and its client from `redis://`, `rediss://`, `unix://`, or `memory://` (this process alone).
-
-        `memory://NAME` is one store for every ledger of the process that names it; `memory://` is a new one.
-
-        Args:
-            socket_timeout: seconds to wait for an answer; a call that times out is asked once more.
-
-        Raises:
-            ConfigurationError: the URL cannot be used, or `memory://` lacks its extra.
-        """
-        made = clients.client(url, socket_timeout)
-        return cls(made, policy, namespace, observers, log_keys=log_keys, scripts=scripts)
+    _client_for = staticmethod(clients.client)
+    _check_client = staticmethod(clients.check_sync)
+    _make_background = Background
 
     def claim(
         self,
@@ -342,42 +340,15 @@ class Ledger(_Base):
             raise clients.ours(error, time.monotonic() - sent) from error
 
 
-class AsyncLedger(_Base):
+class AsyncLedger(_Base[AsyncClient]):
     """`Ledger` with `await`, over `redis.asyncio.Redis` and its like. Arguments, outcomes and errors are the same.
 
     A claim that is cancelled while its answer is on the way is released in the background.
     """
 
-    def __init__(
-        self,
-        client: AsyncClient,
-        policy: Policy | None = None,
-        namespace: str = "idem",
-        observers: Iterable[Observer] = (),
-        *,
-        log_keys: bool = False,
-        scripts: Mapping[str, Script] | None = None,
-    ) -> None:
-        clients.check_async(client)
-        super().__init__(client, policy, namespace, observers, log_keys=log_keys, scripts=scripts)
-        self.client: Any = client
-        self._background = AsyncBackground(self._run_all, self._tell)
-
-    @classmethod
-    def from_url(
-        cls,
-        url: str,
-        policy: Policy | None = None,
-        namespace: str = "idem",
-        observers: Iterable[Observer] = (),
-        *,
-        socket_timeout: float = clients.SOCKET_TIMEOUT,
-        log_keys: bool = False,
-        scripts: Mapping[str, Script] | None = None,
-    ) -> Self:
-        """See `Ledger.from_url`."""
-        made = clients.async_client(url, socket_timeout)
-        return cls(made, policy, namespace, observers, log_keys=log_keys, scripts=scripts)
+    _client_for = staticmethod(clients.async_client)
+    _check_client = staticmethod(clients.check_async)
+    _make_background = AsyncBackground
 
     async def claim(
         self,
