@@ -61,9 +61,12 @@ def fingerprint_value(value: object) -> str:
 
     Raises:
         TypeError: it is not JSON: a type that JSON has not, or an object key that is not a str.
-        ValueError: it has NaN or an infinity, or refers to itself.
+        ValueError: it has NaN or an infinity, refers to itself, or is nested too deeply.
     """
-    _refuse_other_keys(value)
+    try:
+        _refuse_other_keys(value)
+    except RecursionError:
+        raise ValueError("the value refers to itself, or is nested too deeply") from None
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 

@@ -99,14 +99,17 @@ class Reservation:
 
     @property
     def principal(self) -> str:
+        """Whose key it is."""
         return self.identity.principal
 
     @property
     def operation(self) -> str:
+        """The third part of the row's identity; "" for none."""
         return self.identity.operation
 
     @property
     def key(self) -> str:
+        """What the client sent."""
         return self.identity.key
 
     @property
@@ -301,10 +304,7 @@ def _reservation(
 ) -> Reservation:
     noted, last = 0, None
     if len(reply) > 2:
-        try:
-            last, noted = (reply[2].decode(), json.loads(reply[3])), int(reply[4])
-        except ValueError as error:
-            raise CorruptRow(f"the checkpoint cannot be read: {error}") from None
+        last, noted = _checkpoint(*reply[2:5])
     return Reservation(identity, fingerprint, int(reply[1]), owner, last, Hold(lease, sent, noted))
 
 
@@ -318,23 +318,25 @@ def _renewed(lease: float) -> Callable[[Reply, float], Renewed | Fenced]:
 
 def _row(identity: Identity, fields: dict[bytes, bytes]) -> Row:
     try:
-        response = None
-        if b"response_status" in fields:
+        status = fields[b"status"].decode()
+        if status not in ("pending", "completed", "failed"):
+            raise CorruptRow("status is unknown")
+        response, last = None, None
+        if status != "pending":
             response = StoredResponse.decode(
                 fields[b"response_status"],
                 fields[b"response_headers"],
                 fields[b"response_body"],
                 fields.get(b"response_omitted", b""),
             )
-        last = None
         if b"checkpoint" in fields:
-            last = (fields[b"checkpoint"].decode(), json.loads(fields[b"checkpoint_data"]))
+            last, _ = _checkpoint(fields[b"checkpoint"], fields[b"checkpoint_data"], fields[b"checkpoint_seq"])
         lease_until, created_at, updated_at = (
             int(fields[name]) / 1000 for name in (b"lease_until", b"created_at", b"updated_at")
         )
         return Row(
             identity,
-            fields[b"status"].decode(),
+            status,
             int(fields[b"generation"]),
             fields[b"owner"].decode(),
             fields[b"fingerprint"].decode(),
@@ -348,3 +350,10 @@ def _row(identity: Identity, fields: dict[bytes, bytes]) -> Row:
         raise CorruptRow(f"{missing.args[0].decode()} is missing") from None
     except ValueError as error:
         raise CorruptRow(str(error)) from None
+
+
+def _checkpoint(name: bytes, data: bytes, sequence: bytes) -> tuple[tuple[str, Any], int]:
+    try:
+        return (name.decode(), json.loads(data)), int(sequence)
+    except (ValueError, RecursionError) as error:
+        raise CorruptRow(f"the checkpoint cannot be read: {error}") from None

@@ -117,7 +117,7 @@ class StoredResponse:
         """
         try:
             return cls(int(status), _read_headers(headers), body, omitted.decode())  # type: ignore[arg-type]  # checked
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise CorruptRow(f"the stored response cannot be read: {error}") from None
 
 
@@ -154,4 +154,7 @@ def _write_headers(headers: tuple[tuple[str, str], ...]) -> str:
 
 @lru_cache(HEADERS_REMEMBERED)
 def _read_headers(text: bytes) -> tuple[tuple[str, str], ...]:
-    return tuple((name, value) for name, value in json.loads(text))
+    pairs = json.loads(text)
+    if not (isinstance(pairs, list) and all(isinstance(pair, list) for pair in pairs)):
+        raise ValueError("response_headers is not a list of pairs")
+    return tuple(tuple(pair) for pair in pairs)
