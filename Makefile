@@ -1,0 +1,33 @@
+# Needs Python 3.11+ with venv, and make; the rest goes into .venv.
+#
+#   make demo    a shop on gunicorn, and a client that retries, collides and kills workers
+#   make test    ruff, mypy and the whole suite
+#   make serve   the shop alone, with curl lines to try; Ctrl-C ends it
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test serve clean
+
+demo: $(READY)
+	$(BIN)/python examples/demo.py
+
+test: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest -n 2
+
+serve: $(READY)
+	@$(BIN)/python examples/serve.py
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; make PYTHON=python3.11 (or newer)" % sys.version_info[:2])'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	@touch $@

@@ -1,0 +1,104 @@
+"""A small shop that charges a card and records an order, once, however often its client sends the request.
+
+    flask --app examples/payments.py run
+    gunicorn --chdir examples --workers 2 'payments:create_app()'
+
+Settings come from the environment: SHOP_IDEMREDIS_URL, SHOP_DATABASE and so on.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from flask import Blueprint, Flask, current_app, g, request, url_for
+from flask.typing import ResponseReturnValue
+from gateway import CardDeclined, Gateway
+
+from idemredis.flask import Idempotency, current_reservation
+
+ACCOUNTS = {"alice-token": "acct_alice", "bob-token": "acct_bob"}
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS orders (
+    id INTEGER PRIMARY KEY,
+    account TEXT NOT NULL,
+    charge TEXT NOT NULL UNIQUE,
+    amount INTEGER NOT NULL
+);
+"""
+
+shop = Blueprint("shop", __name__)
+
+# A key belongs to the account that sends it: two customers may both use "order-1".
+idempotency = Idempotency(principal=lambda: g.account)
+
+
+def create_app() -> Flask:
+    app = Flask(__name__)
+    app.config.from_mapping(
+        DATABASE="shop.sqlite3",
+        GATEWAY="gateway.sqlite3",
+        IDEMREDIS_URL="redis://127.0.0.1:6379/0",
+    )
+    app.config.from_prefixed_env("SHOP")
+    app.register_blueprint(shop)
+    app.add_url_rule("/healthz", view_func=lambda: {"status": "ok"})
+    idempotency.init_app(app)
+    with closing(sqlite3.connect(app.config["DATABASE"])) as db:
+        db.executescript(_TABLES)
+    return app
+
+
+@shop.before_request
+def authenticate() -> ResponseReturnValue | None:
+    """Fake: a real shop would look a token up, or check its signature."""
+    token = request.authorization.token if request.authorization else None
+    g.account = ACCOUNTS.get(token or "")
+    return None if g.account else ({"error": "unauthorized"}, 401)
+
+
+@shop.post("/charges")
+@idempotency.protect
+def create_charge() -> ResponseReturnValue:
+    wanted = request.get_json()
+    card, amount = wanted.get("card"), wanted.get("amount")
+    if not isinstance(card, str) or type(amount) is not int or amount <= 0:
+        return {"error": "card and amount (in cents) are required"}, 422
+
+    # The ledger cannot take back what a killed worker did. The gateway is therefore given a key that is the same for
+    # every attempt at this operation, so that it charges once.
+    gateway = Gateway(current_app.config["GATEWAY"])
+    try:
+        charge = gateway.charge(card, amount, current_reservation.downstream_key("gateway"))
+    except CardDeclined:
+        return {"error": "card_declined"}, 402  # kept and replayed like any answer below 500
+
+    # For the same reason an order is unique by its charge.
+    with database() as db:
+        new = (g.account, charge, amount)
+        db.execute("INSERT INTO orders (account, charge, amount) VALUES (?, ?, ?) ON CONFLICT (charge) DO NOTHING", new)
+        order = db.execute("SELECT * FROM orders WHERE charge = ?", (charge,)).fetchone()
+    return dict(order), 201, {"Location": url_for("shop.show_order", number=order["id"])}
+
+
+@shop.get("/orders")
+def list_orders() -> ResponseReturnValue:
+    with database() as db:
+        orders = db.execute("SELECT * FROM orders WHERE account = ? ORDER BY id", (g.account,)).fetchall()
+    return {"orders": [dict(order) for order in orders]}
+
+
+@shop.get("/orders/<int:number>")
+def show_order(number: int) -> ResponseReturnValue:
+    with database() as db:
+        order = db.execute("SELECT * FROM orders WHERE account = ? AND id = ?", (g.account, number)).fetchone()
+    return dict(order) if order else ({"error": "not_found"}, 404)
+
+
+@contextmanager
+def database() -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(current_app.config["DATABASE"])) as db, db:
+        db.row_factory = sqlite3.Row
+        yield db
