@@ -37,7 +37,7 @@ def test_every_python_snippet_runs(document: Path, valkey_server: Server, capsys
     for number, code in enumerate(blocks(document, "python"), 1):
         names: dict[str, Any] = {"__name__": f"snippet_{number}"}
         there = code.replace("redis://localhost:6379/0", valkey_server.url)
-        exec(compile(there, f"{document.name}, snippet {number}", "exec"), names)  # a snippet is a program
+        exec(compile(there, f"{document.name}, snippet {number}", "exec", dont_inherit=True), names)
 
 
 def test_the_flask_snippet_charges_once(valkey_server: Server) -> None:

@@ -1,0 +1,161 @@
+"""How the modules hang together, and that what is public says what it does."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+
+import idemredis
+
+PACKAGE = Path(idemredis.__file__).parent
+
+CORE = [
+    {"errors"},
+    {"keys", "fingerprint", "responses"},
+    {"scripts"},
+    {"operations"},
+    {"policy"},
+    {"flows"},
+    {"background", "events", "clients"},
+    {"ledger"},
+]
+"""A module imports only from the sets before its own, and nothing of what stands around the core."""
+
+OUTERMOST = {"flask", "telemetry", "cli", "testing"}
+"""Nothing imports these."""
+
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
+
+every_module = pytest.mark.parametrize("module", MODULES)
+
+
+def imported(module: str) -> set[str]:
+    """The modules of this package that a module imports when it runs, at its top or later."""
+    names = set()
+    waiting: list[ast.AST] = [ast.parse((PACKAGE / f"{module}.py").read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            waiting += node.orelse
+        elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").partition(".")[0] == "idemredis"):
+            path = (node.module or "").removeprefix("idemredis").strip(".")
+            names |= {path.partition(".")[0]} if path else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("idemredis.")}
+        else:
+            waiting += ast.iter_child_nodes(node)
+    return names
+
+
+@pytest.mark.parametrize("module", sorted(set().union(*CORE)))
+def test_the_core_imports_one_way(module: str) -> None:
+    layer = next(at for at, modules in enumerate(CORE) if module in modules)
+
+    assert imported(module) <= set().union(*CORE[:layer])
+
+
+def test_no_imports_go_round_in_a_circle() -> None:
+    graph = graphlib.TopologicalSorter({module: imported(module) for module in MODULES})
+    order = list(graph.static_order())
+
+    assert set(order) == set(MODULES)
+
+
+@every_module
+def test_nothing_imports_what_stands_outermost(module: str) -> None:
+    assert not imported(module) & OUTERMOST
+
+
+@pytest.mark.parametrize(
+    "module", ["operations", "policy", "flows", "keys", "fingerprint", "responses", "scripts", "errors"]
+)
+def test_what_decides_knows_no_client(module: str) -> None:
+    source = (PACKAGE / f"{module}.py").read_text()
+    roots = {
+        name.partition(".")[0]
+        for node in ast.walk(ast.parse(source))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and not node.level
+            else []
+        )
+    }
+
+    assert not roots & {"redis", "threading", "asyncio", "socket", "fakeredis", "flask"}
+
+
+def test_importing_the_package_imports_neither_flask_nor_fakeredis_nor_opentelemetry() -> None:
+    """Whatever redis-py imports itself (OpenTelemetry, where it is installed) is not ours to choose."""
+    code = """
+import sys, redis, redis.asyncio, redis.sentinel
+before = set(sys.modules)
+import idemredis
+print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
+"""
+    ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+
+    assert not {"flask", "werkzeug", "fakeredis", "lupa", "opentelemetry"} & set(ran.stdout.split())
+    assert "idemredis" in ran.stdout.split()
+
+
+@pytest.mark.parametrize("module", ["", *MODULES])
+def test_every_module_says_what_is_public_and_every_public_name_what_it_is_for(module: str) -> None:
+    loaded = importlib.import_module(f"idemredis.{module}".rstrip("."))
+    assert loaded.__doc__
+    names = loaded.__all__
+    assert list(names) == sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    undocumented = []
+    for name in names:
+        thing = getattr(loaded, name)
+        if inspect.isclass(thing):
+            if not thing.__doc__:
+                undocumented.append(name)
+            undocumented += [
+                f"{name}.{attribute}"
+                for attribute, member in vars(thing).items()
+                if not attribute.startswith("_")
+                and isinstance(member, (FunctionType, property, classmethod, staticmethod))
+                and not inspect.getdoc(member)
+                and module == ""
+            ]
+        elif isinstance(thing, FunctionType) and not thing.__doc__ and module in ("", "testing", "flask"):
+            undocumented.append(name)
+    assert not undocumented
+
+
+def public(cls: type) -> dict[str, inspect.Signature]:
+    return {
+        name: inspect.signature(getattr(cls, name))
+        for name in dir(cls)
+        if not name.startswith("_") and callable(getattr(cls, name))
+    }
+
+
+def test_both_ledgers_have_the_same_methods_with_the_same_arguments() -> None:
+    sync, asynchronous = public(idemredis.Ledger), public(idemredis.AsyncLedger)
+    assert set(sync) == set(asynchronous)
+
+    for name, signature in sync.items():
+        theirs = asynchronous[name]
+        assert [str(p.replace(annotation=p.empty)) for p in signature.parameters.values()] == [
+            str(p.replace(annotation=p.empty)) for p in theirs.parameters.values()
+        ], name
+    made, same = (inspect.signature(cls).parameters for cls in (idemredis.Ledger, idemredis.AsyncLedger))
+    assert list(made) == list(same)
+    assert [p.default for p in made.values()] == [p.default for p in same.values()]
+
+
+def test_whatever_reaches_redis_is_awaited_in_the_async_ledger() -> None:
+    for name in ("claim", "complete", "fail", "release", "leave", "renew", "keep", "checkpoint", "read", "close"):
+        assert inspect.iscoroutinefunction(getattr(idemredis.AsyncLedger, name)), name
+        assert not inspect.iscoroutinefunction(getattr(idemredis.Ledger, name)), name

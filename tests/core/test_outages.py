@@ -1,0 +1,173 @@
+"""Whatever a server refuses with, a claim that did not run says so, nothing is written, and nothing is locked out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+import redis
+import redis.asyncio
+
+from idemredis import LedgerUnavailable, StoredResponse
+from tests.conftest import Servers
+from tests.support.proxy import Proxy
+from tests.support.servers import Server, free_port, start, valkey
+from tests.support.subject import MakeSubject, Mode
+from tests.support.waiting import wait_until
+
+ROW = ("acct_1", "key-1")
+ANSWER = StoredResponse(201)
+
+
+# What each docstring says is what the server says, less the prefix that redis-py takes off.
+
+
+@contextmanager
+def no_password(admin: Any) -> Iterator[None]:
+    """must be called with the client already authenticated"""
+    admin.config_set("requirepass", "secret")
+    try:
+        yield
+    finally:
+        admin.config_set("requirepass", "")
+
+
+@contextmanager
+def too_few_replicas(admin: Any) -> Iterator[None]:
+    """NOREPLICAS|Not enough good replicas"""
+    admin.config_set("min-replicas-to-write", 1)
+    try:
+        yield
+    finally:
+        admin.config_set("min-replicas-to-write", 0)
+
+
+@contextmanager
+def primary_down(admin: Any) -> Iterator[None]:
+    """Link with MASTER is down"""
+    admin.config_set("replica-serve-stale-data", "no")
+    admin.replicaof("127.0.0.1", free_port())
+    try:
+        yield
+    finally:
+        admin.replicaof("NO", "ONE")
+        admin.config_set("replica-serve-stale-data", "yes")
+
+
+@contextmanager
+def read_only(admin: Any) -> Iterator[None]:
+    """against a read only replica"""
+    admin.replicaof("127.0.0.1", free_port())
+    try:
+        yield
+    finally:
+        admin.replicaof("NO", "ONE")
+
+
+@contextmanager
+def busy(admin: Any) -> Iterator[None]:
+    """BUSY|busy running a script"""
+    admin.config_set("lua-time-limit", 10)
+    runner = redis.Redis(connection_pool=redis.ConnectionPool(**admin.connection_pool.connection_kwargs))
+
+    def run() -> None:
+        with runner, pytest.raises(redis.ResponseError, match=r"[Kk]illed"):
+            runner.eval("while true do end", 0)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def is_busy() -> bool:
+        try:
+            admin.ping()
+        except redis.ResponseError as refused:
+            return "BUSY" in str(refused)
+        return False
+
+    try:
+        wait_until(is_busy)
+        yield
+    finally:
+        admin.script_kill()
+        thread.join(5.0)
+        runner.connection_pool.disconnect()
+        admin.config_set("lua-time-limit", 5000)
+
+
+Outage: TypeAlias = Callable[[Any], AbstractContextManager[None]]
+OUTAGES: list[Outage] = [no_password, too_few_replicas, primary_down, read_only, busy]
+
+
+@pytest.fixture(scope="module", params=["valkey", "redis"])
+def victim(
+    request: pytest.FixtureRequest, all_servers: Servers, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server of these tests alone, so that what they do to it does no harm elsewhere."""
+    all_servers.get(request.param)  # or skip
+    server = start(request.param, tmp_path_factory.mktemp("victim"))
+    yield server
+    server.stop()
+
+
+@pytest.mark.parametrize("outage", OUTAGES, ids=lambda outage: outage.__name__)
+def test_a_server_that_refuses_is_unavailable_and_nothing_is_written(
+    make_subject: MakeSubject, mode: Mode, victim: Server, outage: Outage
+) -> None:
+    subject = make_subject(mode, victim, url=victim.url)
+    r = subject.claimed("acct_1", "running", "f")
+    before = subject.fields(r.identity.row)
+    fresh = make_subject(mode, victim, url=victim.url)
+    with victim.client(single_connection_client=True) as admin, outage(admin):
+        with pytest.raises(LedgerUnavailable, match=outage.__doc__) as unavailable:
+            fresh.claim(*ROW, "f")
+        assert not unavailable.value.unknown
+
+    assert subject.fields(r.identity.row) == before
+    assert subject.fields(subject.row(*ROW)) == {}
+    subject.complete(r, ANSWER)
+    assert fresh.claimed(*ROW, "f").generation == 1
+
+
+def test_a_wrong_password_is_unavailable(make_subject: MakeSubject, mode: Mode, real_server: Server) -> None:
+    subject = make_subject(mode, real_server, username="nobody", password="wrong")
+    with pytest.raises(LedgerUnavailable, match=r"invalid|WRONGPASS") as unavailable:
+        subject.claim(*ROW, "f")
+    assert not unavailable.value.unknown
+
+
+def test_a_cluster_node_without_slots_is_unavailable(make_subject: MakeSubject, mode: Mode, tmp_path: Path) -> None:
+    with valkey(tmp_path, "--cluster-enabled", "yes", "--cluster-port", str(free_port())) as node:
+        subject = make_subject(mode, node)
+        with pytest.raises(LedgerUnavailable, match="Hash slot not served") as unavailable:
+            subject.claim(*ROW, "f")
+        assert not unavailable.value.unknown
+        subject.close()
+
+
+def test_a_pool_without_a_free_connection_is_unavailable(
+    make_subject: MakeSubject, mode: Mode, valkey_server: Server
+) -> None:
+    with Proxy(valkey_server.port) as proxy:
+        subject = make_subject(mode, valkey_server, port=proxy.port, max_connections=1, socket_timeout=10.0)
+        subject.claimed("acct_1", "warm", "f")
+        proxy.hold()
+        waiting = subject.begin("claim", "acct_1", "held", "f")
+        wait_until(lambda: subject.fields(subject.row("acct_1", "held")))
+        with pytest.raises(LedgerUnavailable, match="onnection") as unavailable:
+            subject.claim(*ROW, "f")
+        assert not unavailable.value.unknown
+        proxy.hold(False)
+        waiting.result(5.0)
+    assert subject.fields(subject.row(*ROW)) == {}
+
+
+def test_nobody_listens(make_subject: MakeSubject, mode: Mode, valkey_server: Server) -> None:
+    subject = make_subject(mode, valkey_server, url=f"redis://127.0.0.1:{free_port()}/0")
+    with pytest.raises(LedgerUnavailable):
+        subject.claim(*ROW, "f")
+    with pytest.raises(LedgerUnavailable):
+        subject.read(*ROW)

