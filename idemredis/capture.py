@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -195,20 +196,27 @@ class Settlement:
 
         One that breaks has not been seen by anybody: it is an error like any other of the view.
         """
-        source = response.response
+        close = getattr(response.response, "close", None)
+        rest = iter(response.iter_encoded())
         pieces: list[bytes] = []
         try:
-            for piece in response.iter_encoded():
+            while length >= 0 and (piece := next(rest, None)) is not None:
                 pieces.append(piece)
                 length -= len(piece)
-                if length < 0:
-                    raise ValueError(f"the answer's body is longer than its Content-Length, by {-length} bytes or more")
-        finally:
-            if hasattr(source, "close"):
-                source.close()
-        response.response = pieces
+        except BaseException:
+            response.close()
+            raise
         response.direct_passthrough = False
-        self._keep(response.status_code, tuple(response.headers.items()), b"".join(pieces))
+        if length < 0:  # longer than it says: it is sent on as it comes
+            response.response = itertools.chain(pieces, rest)
+            if close is not None:
+                response.call_on_close(close)
+            self._omit(response.status_code, "too_large")
+            return
+        response.response = pieces
+        if close is not None:
+            close()
+        self._keep(response.status_code, response.headers.items(), b"".join(pieces))
 
     def _keep(self, status: int, headers: Iterable[tuple[str, str]], body: bytes) -> None:
         try:

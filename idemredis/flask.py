@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast, overload
 
-from flask import Flask, Response, after_this_request, current_app, request
+from flask import Blueprint, Flask, Request, Response, after_this_request, current_app, request
 from werkzeug.exceptions import RequestEntityTooLarge
 from werkzeug.local import LocalProxy
 
@@ -30,11 +31,12 @@ from .keys import valid_principal
 from .ledger import Ledger
 from .operations import InProgress, Replay, Reservation, Reused
 from .policy import check_seconds
-from .responses import NULL_BODY_STATUSES, StoredResponse
-from .settings import LEDGER_SETTINGS, ON_ERROR, PREFIX, Settings
+from .responses import NULL_BODY_STATUSES, StoredResponse, kept_headers, replayable
+from .settings import LEDGER_SETTINGS, ON_ERROR, PREFIX, Settings, in_settings
 from .wsgi import (
     BodyIncomplete,
     BodyTooLarge,
+    Environ,
     LengthRequired,
     close_input,
     hand_on_body,
@@ -48,6 +50,7 @@ __all__ = ["Attempt", "Idempotency", "current_reservation"]
 logger = logging.getLogger("idemredis")
 
 View = TypeVar("View", bound=Callable[..., Any])
+Exempt = TypeVar("Exempt", bound=Callable[..., Any] | Blueprint)
 
 _EXTENSION = "idemredis"
 _SETTLEMENT = "idemredis.settlement"
@@ -104,6 +107,8 @@ class Idempotency:
     ) -> None:
         if client is not None and ledger is not None:
             raise ConfigurationError("give a client or a ledger, not both: the ledger has its client")
+        if ledger is not None and not isinstance(ledger, Ledger):
+            raise ConfigurationError(f"ledger must be a Ledger (not an AsyncLedger), not {type(ledger).__name__}")
         self._principal = principal if callable(principal) else _constant(principal)
         self._client = client
         self._ledger = ledger
@@ -121,10 +126,11 @@ class Idempotency:
         before: _State | None = app.extensions.get(_EXTENSION)
         if before is not None and before.extension is not self:
             raise ConfigurationError(f"the application {app.name!r} has an Idempotency already; use one for each")
-        app.extensions[_EXTENSION] = _State(self, self._make_ledger(settings), settings)
+        state = _State(self, self._make_ledger(settings), settings)
         if before is None:
-            app.teardown_request(_tear_down)
+            app.teardown_request(_tear_down)  # refused by Flask once the application has served a request
             app.before_request_funcs.setdefault(None, []).insert(0, _record_body)
+        app.extensions[_EXTENSION] = state
         if settings.protect_all and not (before and before.settings.protect_all):
             app.dispatch_request = functools.partial(_dispatch, app.dispatch_request)  # type: ignore[method-assign]
 
@@ -170,8 +176,8 @@ class Idempotency:
 
         return decorate if view is None else decorate(view)
 
-    def exempt(self, view: View) -> View:
-        """Leave a view (or a `MethodView`) out of `IDEMREDIS_PROTECT_ALL`."""
+    def exempt(self, view: Exempt) -> Exempt:
+        """Leave a view, a `MethodView` (or a method of one) or a blueprint out of `IDEMREDIS_PROTECT_ALL`."""
         setattr(view, _EXEMPT, True)
         return view
 
@@ -186,22 +192,19 @@ class Idempotency:
                     f"{PREFIX}{doubled[0]} is the ledger's own setting; set it where the ledger is made, or give none"
                 )
             return self._ledger
+        make: Callable[..., Ledger]
         if self._client is not None:
             if settings.url is not None:
                 raise ConfigurationError(f"{PREFIX}URL and a client are both given; remove one")
-            return Ledger(
-                self._client, settings.policy, settings.namespace, self._observers, log_keys=settings.log_keys
-            )
-        if settings.url is None:
+            make = functools.partial(Ledger, self._client)
+        elif settings.url is None:
             raise ConfigurationError(f"{PREFIX}URL is not set; set it to a redis:// URL, or memory:// for a first try")
-        return Ledger.from_url(
-            settings.url,
-            settings.policy,
-            settings.namespace,
-            self._observers,
-            socket_timeout=settings.socket_timeout,
-            log_keys=settings.log_keys,
-        )
+        else:
+            make = functools.partial(Ledger.from_url, settings.url, socket_timeout=settings.socket_timeout)
+        try:
+            return make(settings.policy, settings.namespace, self._observers, log_keys=settings.log_keys)
+        except ConfigurationError as error:
+            raise in_settings(error) from None
 
 
 def _protected(options: _Options, view: Callable[[], Any]) -> Any:
@@ -210,7 +213,7 @@ def _protected(options: _Options, view: Callable[[], Any]) -> Any:
     if state is None:
         raise ConfigurationError(f"a view of {current_app.name!r} is protected; call Idempotency.init_app(app) first")
     environ, settings = request.environ, state.settings
-    if environ["REQUEST_METHOD"] not in settings.methods or _SETTLEMENT in environ:
+    if request.method not in settings.methods or _SETTLEMENT in environ:
         return view()
     header: str | None = environ.get("HTTP_IDEMPOTENCY_KEY")
     required = settings.required if options.required is None else options.required
@@ -219,12 +222,13 @@ def _protected(options: _Options, view: Callable[[], Any]) -> Any:
     claimed = _claim(state, options, header)
     if isinstance(claimed, Response):
         return claimed
+    claimant = _request()
     if claimed is None:
-        environ[_SETTLEMENT] = None
+        environ[_SETTLEMENT] = claimant, None
         after_this_request(_mark_unprotected)
         return view()
     settlement = Settlement(state.ledger, claimed, options.on_error or settings.on_error, settings.replayed)
-    environ[_SETTLEMENT] = settlement
+    environ[_SETTLEMENT] = claimant, settlement
     after_this_request(settlement.settle)
     state.ledger.keep(claimed)
     if options.recover is not None and claimed.taken_over:
@@ -235,7 +239,13 @@ def _protected(options: _Options, view: Callable[[], Any]) -> Any:
             return _answer(settings.contract.in_progress(max(claimed.hold.until - time.monotonic(), 0.0)))
         if recovered is not None:
             return recovered
-    return view()
+    try:
+        return view()
+    except Exception:
+        raise  # the application's error handlers make an answer of it
+    except BaseException:
+        settlement.settle_without_answer()
+        raise
 
 
 def _claim(state: _State, options: _Options, header: str | None) -> Reservation | Response | None:
@@ -282,7 +292,7 @@ def _claim(state: _State, options: _Options, header: str | None) -> Reservation 
         case Replay() if outcome.response.omitted:
             return _answer(contract.not_stored(outcome.response))
         case Replay():
-            return _answer(outcome.response, replayed=True)
+            return _replay(outcome.response)
         case InProgress():
             return _answer(contract.lost_race() if outcome.stale else contract.in_progress(outcome.retry_after))
         case Reused():
@@ -293,7 +303,7 @@ def _fingerprint(settings: Settings, options: _Options) -> str:
     """Read the body to its end, hash the request, and let the view read the body as if nobody had."""
     environ = request.environ
     digest = begin_fingerprint(
-        environ["REQUEST_METHOD"],
+        request.method,
         raw_target(environ),
         {name: environ.get(_wsgi_name(name), "") for name in settings.fingerprint_headers},
         allow=settings.fingerprint_headers,
@@ -319,13 +329,19 @@ def _wsgi_name(header: str) -> str:
     return name if name in ("CONTENT_TYPE", "CONTENT_LENGTH") else f"HTTP_{name}"
 
 
-def _answer(stored: StoredResponse, replayed: bool = False) -> Response:
+def _replay(stored: StoredResponse) -> Response:
+    """Give it again, less what no answer may repeat: a worker, or a person, may have written the row."""
+    names = replayable(name for name, _ in stored.headers)
+    response = _answer(dataclasses.replace(stored, headers=kept_headers(stored.headers, names)))
+    response.headers["Idempotent-Replayed"] = "true"
+    return response
+
+
+def _answer(stored: StoredResponse) -> Response:
     response = current_app.response_class(b"" if stored.status in NULL_BODY_STATUSES else stored.body, stored.status)
     response.headers.clear()
     for name, value in stored.headers:
         response.headers.add(name, value)
-    if replayed:
-        response.headers["Idempotent-Replayed"] = "true"
     return response
 
 
@@ -339,7 +355,7 @@ def _record_body() -> None:
     environ = request.environ
     if "HTTP_IDEMPOTENCY_KEY" in environ:
         state: _State = current_app.extensions[_EXTENSION]
-        if environ["REQUEST_METHOD"] in state.settings.methods:
+        if request.method in state.settings.methods:
             record_input(environ)
 
 
@@ -347,11 +363,24 @@ def _tear_down(error: BaseException | None) -> None:
     environ = request.environ
     if "HTTP_IDEMPOTENCY_KEY" not in environ:
         return
-    settlement: Settlement | None = environ.get(_SETTLEMENT)
-    if settlement is not None and error is not None:
-        settlement.settle_without_answer()
-    if settlement is None or settlement.settled:  # a stream may read on
-        close_input(environ)
+    claimant, settlement = environ.get(_SETTLEMENT, (None, None))
+    if settlement is None:
+        _forget(environ)
+    elif claimant is _request():  # else an application around this one has the claim
+        if error is not None:
+            settlement.settle_without_answer()
+        settlement.when_settled(functools.partial(_forget, environ))  # a stream may read on
+
+
+def _forget(environ: Environ) -> None:
+    """Leave nothing behind: a middleware that runs the same request again has it claimed again."""
+    environ.pop(_SETTLEMENT, None)
+    close_input(environ)
+
+
+def _request() -> Request:
+    """The request itself, not the proxy."""
+    return request._get_current_object()  # type: ignore[attr-defined, no-any-return]
 
 
 def _dispatch(dispatch: Callable[..., Any], *args: Any) -> Any:
@@ -360,6 +389,8 @@ def _dispatch(dispatch: Callable[..., Any], *args: Any) -> Any:
     if not state.settings.protect_all or request.method not in state.settings.methods or request.endpoint is None:
         return dispatch(*args)
     view = current_app.view_functions[request.endpoint]
+    if any(hasattr(current_app.blueprints[name], _EXEMPT) for name in request.blueprints):
+        return dispatch(*args)
     if _marked(view, _EXEMPT) or _marked(view, _OPTIONS):  # a decorated view has options of its own
         return dispatch(*args)
     return _protected(_Options(), functools.partial(dispatch, *args))
@@ -373,10 +404,21 @@ def _marked(view: Any, mark: str) -> bool:
 
 
 def _constant(principal: object) -> Callable[[], object]:
+    try:
+        valid_principal(principal)
+    except InvalidPrincipal as error:
+        raise ConfigurationError(f"{error}; give Idempotency a function, or a constant for a single tenant") from None
     return lambda: principal
 
 
 def _checked(options: _Options) -> _Options:
+    if not isinstance(options.operation, str):
+        raise ConfigurationError(f"operation must be a str, not {options.operation!r}")
+    if not isinstance(options.required, bool | None):
+        raise ConfigurationError(f"required must be True or False, not {options.required!r}")
+    for name, function in (("fingerprint", options.fingerprint), ("recover", options.recover)):
+        if function is not None and not callable(function):
+            raise ConfigurationError(f"{name} must be a function, not {function!r}")
     if options.lease is not None:
         check_seconds("lease", options.lease)
     if options.wait:
@@ -387,7 +429,8 @@ def _checked(options: _Options) -> _Options:
 
 
 def _current() -> Attempt:
-    settlement: Settlement | None = request.environ.get(_SETTLEMENT)
+    settlement: Settlement | None
+    _, settlement = request.environ.get(_SETTLEMENT, (None, None))
     if settlement is None:
         raise RuntimeError("this request has no reservation: it is not protected, or runs without a key")
     return settlement.attempt

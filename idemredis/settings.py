@@ -15,7 +15,7 @@ from .http import SAFE_METHODS, Contract, Protocol
 from .policy import Policy, check_seconds
 from .responses import REPLAY_HEADERS, replayable
 
-__all__ = ["DEFAULTS", "LEDGER_SETTINGS", "PREFIX", "Settings"]
+__all__ = ["DEFAULTS", "LEDGER_SETTINGS", "PREFIX", "Settings", "in_settings"]
 
 PREFIX = "IDEMREDIS_"
 
@@ -61,6 +61,17 @@ LEDGER_SETTINGS = frozenset(
     }
 )
 """Those that a ledger has already, where the application is given one."""
+
+_POLICY = {
+    "lease": "LEASE_SECONDS",
+    "retention": "RETENTION_SECONDS",
+    "max_hold": "MAX_HOLD_SECONDS",
+    "heartbeat": "HEARTBEAT",
+    "max_body": "MAX_BODY_BYTES",
+    "min_replicas": "MIN_REPLICAS",
+    "replica_timeout": "REPLICA_TIMEOUT_SECONDS",
+}
+_LEDGER = {**_POLICY, "URL": "URL", "socket_timeout": "SOCKET_TIMEOUT_SECONDS"}
 
 ON_ERROR = ("release", "hold", "store")
 
@@ -121,21 +132,17 @@ class Settings:
         )
 
 
+def in_settings(error: ConfigurationError) -> ConfigurationError:
+    """Return what the policy or the ledger refused, with the names that the application knows."""
+    names = ", ".join(f"{PREFIX}{name} is {field}" for field, name in _LEDGER.items() if field in str(error))
+    return ConfigurationError(f"{error} ({names})" if names else str(error))
+
+
 def _policy(values: Mapping[str, Any]) -> Policy:
-    names = {
-        "lease": "LEASE_SECONDS",
-        "retention": "RETENTION_SECONDS",
-        "max_hold": "MAX_HOLD_SECONDS",
-        "heartbeat": "HEARTBEAT",
-        "max_body": "MAX_BODY_BYTES",
-        "min_replicas": "MIN_REPLICAS",
-        "replica_timeout": "REPLICA_TIMEOUT_SECONDS",
-    }
     try:
-        return Policy(**{field: values[name] for field, name in names.items()})
+        return Policy(**{field: values[name] for field, name in _POLICY.items()})
     except ConfigurationError as error:
-        settings = ", ".join(f"{PREFIX}{name} is {field}" for field, name in names.items() if field in str(error))
-        raise ConfigurationError(f"{error} ({settings})") from None
+        raise in_settings(error) from None
 
 
 def _protocol(value: Any) -> Protocol:
@@ -164,8 +171,10 @@ def _are_headers(value: Any) -> bool:
 
 
 def _are_methods(value: Any) -> bool:
-    return isinstance(value, (tuple, list, set, frozenset)) and all(
-        isinstance(name, str) and name.isupper() and name not in SAFE_METHODS for name in value
+    return (
+        isinstance(value, (tuple, list, set, frozenset))
+        and bool(value)
+        and all(isinstance(name, str) and name.isupper() and name not in SAFE_METHODS for name in value)
     )
 
 
@@ -186,7 +195,10 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "FINGERPRINT_HEADERS": (_are_headers, 'a tuple of header names, such as ("content-type",)'),
     "REPLAY_HEADERS": (_are_headers, 'a tuple of header names, such as ("content-type", "location")'),
     "ON_ERROR": (lambda value: value in ON_ERROR, '"release", "hold" or "store"'),
-    "WAIT_SECONDS": (lambda value: value == 0 or _is_seconds(value), "a number of seconds, 0 or more"),
+    "WAIT_SECONDS": (
+        lambda value: (not _is_bool(value) and value == 0) or _is_seconds(value),
+        "a number of seconds, 0 or more",
+    ),
     "RETRY_AFTER_SECONDS": (_is_seconds, "a number of seconds above 0"),
     "FAIL_OPEN": (_is_bool, "True or False"),
     "SOCKET_TIMEOUT_SECONDS": (_is_seconds, "a number of seconds above 0"),
