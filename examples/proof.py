@@ -1,0 +1,54 @@
+"""What the examples for workers share: to say what was proved, to wait for another process, and to serve an app."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from embedded import free_port, running, wait_until_up
+
+T = TypeVar("T")
+
+HERE = Path(__file__).parent
+
+
+def prove(what: str, holds: bool) -> None:
+    """Print it; end with status 1 where it does not hold."""
+    print("proved:" if holds else "NOT SO:", what, flush=True)
+    if not holds:
+        sys.exit(1)
+
+
+def wait_for(what: Callable[[], T | None], seconds: float = 20.0) -> T:
+    """Ask until the answer is true, and return it."""
+    until = time.monotonic() + seconds
+    while not (answer := what()):
+        if time.monotonic() > until:
+            sys.exit(f"it did not happen within {seconds:g} s")
+        time.sleep(0.02)
+    return answer
+
+
+@contextmanager
+def script(name: str, *words: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run an example's other half: the same file, with words on its command line."""
+    with running([sys.executable, str(HERE / name), *words], env={**os.environ, **env}) as process:
+        yield process
+
+
+@contextmanager
+def serving(app: str, **env: str) -> Iterator[str]:
+    """Serve a Flask app of this folder under gunicorn with two workers; give its URL."""
+    port = free_port()
+    command = [sys.executable, "-m", "gunicorn", "--bind", f"127.0.0.1:{port}", "--workers", "2", "--threads", "4"]
+    command += ["--log-level", "critical", "--no-control-socket", "--graceful-timeout", "1"]
+    with running([*command, "--pythonpath", str(HERE), app], env={**os.environ, **env}) as process:
+        wait_until_up(process, lambda: socket.create_connection(("127.0.0.1", port), 1).close())
+        yield f"http://127.0.0.1:{port}"

@@ -1,0 +1,110 @@
+"""A Flask endpoint for webhooks, which come at least once: each event charges a card once.
+
+    python examples/webhooks.py                            # shows it on an embedded server, under gunicorn
+    gunicorn --chdir examples 'webhooks:create_app()'      # what runs there
+
+A provider names its events in the body and sends no Idempotency-Key, so the view reserves the event itself: the
+principal is the provider whose signature is right, the key is the event's id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import signal
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+from embedded import valkey
+from flask import Flask, current_app, request
+from flask.typing import ResponseReturnValue
+from gateway import SLOW, Gateway
+from proof import prove, serving, wait_for
+
+from idemredis import (
+    AlreadyCompleted,
+    InvalidKey,
+    KeyInProgress,
+    KeyReused,
+    Ledger,
+    LedgerUnavailable,
+    fingerprint_value,
+)
+
+SECRETS = {"stripes": b"whsec_example"}
+
+
+def create_app() -> Flask:
+    app = Flask(__name__)
+    app.config.from_mapping(REDIS="redis://127.0.0.1:6379/0", GATEWAY="gateway.sqlite3")
+    app.config.from_prefixed_env("SHOP")
+    app.extensions["ledger"] = Ledger.from_url(app.config["REDIS"])
+    app.add_url_rule("/webhooks/<provider>", view_func=receive, methods=["POST"])
+    return app
+
+
+def receive(provider: str) -> ResponseReturnValue:
+    if not hmac.compare_digest(request.headers.get("X-Signature", ""), sign(provider, request.get_data())):
+        return {"error": "signature"}, 401
+    event = request.get_json()
+    ledger: Ledger = current_app.extensions["ledger"]
+    gateway = Gateway(current_app.config["GATEWAY"])
+    # What counts is the event itself. Attempt counters and times of delivery differ from one delivery to the next.
+    asked = fingerprint_value({"type": event["type"], "data": event["data"]})
+    try:
+        with ledger.reserve(provider, event["id"], asked, "webhook", lease=2, wait=5) as r:
+            key = r.downstream_key("gateway")  # the same for every delivery of this event
+            r.result = gateway.charge(event["data"]["card"], event["data"]["amount"], key)
+    except AlreadyCompleted:
+        return {"status": "done before"}  # the provider asks for no more than a 200
+    except (KeyInProgress, LedgerUnavailable):
+        return {"status": "deliver it again"}, 503, {"Retry-After": "2"}
+    except (KeyReused, InvalidKey) as error:
+        return {"error": str(error)}, 422
+    return {"status": "done"}
+
+
+def sign(provider: str, body: bytes) -> str:
+    secret = SECRETS.get(provider)
+    return hmac.digest(secret, body, hashlib.sha256).hex() if secret else "no such provider"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder, valkey() as url:
+        gateway = Gateway(Path(folder) / "gateway.sqlite3")
+        env = {"SHOP_REDIS": url, "SHOP_GATEWAY": f"{folder}/gateway.sqlite3"}
+        with serving("webhooks:create_app()", **env) as shop, httpx.Client(base_url=shop, timeout=20) as http:
+
+            def deliver(event: str, card: str, attempt: int = 1, signature: str | None = None) -> int:
+                data = {"card": card, "amount": 1999}
+                body = json.dumps({"id": event, "type": "renewal.due", "data": data, "attempt": attempt}).encode()
+                headers = {"X-Signature": signature or sign("stripes", body), "Content-Type": "application/json"}
+                try:
+                    return http.post("/webhooks/stripes", content=body, headers=headers).status_code
+                except httpx.TransportError:
+                    return 0  # the worker died; the provider will deliver the event again
+
+            with ThreadPoolExecutor(8) as at_once:
+                answers = list(at_once.map(lambda attempt: deliver("evt_1", "tok_visa", attempt), range(8)))
+            prove("8 deliveries at once are all answered 200", answers == [200] * 8)
+            prove("and charge the card once", len(gateway.requests()) == 1)
+
+            with ThreadPoolExecutor(1) as beside:
+                first = beside.submit(deliver, "evt_2", SLOW)
+                os.kill(wait_for(lambda: gateway.requests()[1:])[0].process, signal.SIGKILL)
+                prove("a worker was killed in mid-event: no answer", first.result() == 0)
+            attempts = iter(range(2, 20))
+            wait_for(lambda: deliver("evt_2", SLOW, next(attempts)) == 200)
+            charged = [asked.charged for asked in gateway.requests()[1:]]
+            prove("the event delivered again was taken over, and charged once", charged == [True, False])
+            prove("the same event with another card is refused", deliver("evt_2", "tok_visa") == 422)
+            prove("a wrong signature is refused", deliver("evt_3", "tok_visa", signature="0" * 64) == 401)
+            prove("and nothing more was charged", len(gateway.requests()) == 3)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""`reserve` and `once`, waiting, long work, and the examples."""
