@@ -43,6 +43,7 @@ __all__ = [
     "nodes",
     "ours",
     "socket_timeout",
+    "twin",
     "was_redirected",
 ]
 
@@ -83,6 +84,12 @@ def async_client(url: str, socket_timeout: float = SOCKET_TIMEOUT) -> AsyncClien
         EqualJitterBackoff(_BACKOFF_CAP, _BACKOFF_BASE), RETRIES, (redis.ConnectionError,)
     )
     return cast(AsyncClient, _from_url(redis.asyncio.Redis.from_url, url, socket_timeout, retry))
+
+
+def twin(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
+    """Return another client of the same server and settings, with connections of its own."""
+    pool = client.connection_pool
+    return type(client).from_pool(type(pool)(pool.connection_class, **pool.connection_kwargs))
 
 
 def check_sync(candidate: object) -> None:

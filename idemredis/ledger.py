@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, Self, TypeVar
 
 from redis.exceptions import NoScriptError
@@ -53,7 +54,8 @@ class _Base(Generic[C]):
         self._check_client(client)
         if not isinstance(namespace, str) or not namespace:
             raise ConfigurationError(f"namespace must be a str that is not empty, not {namespace!r}")
-        self.client: Any = client
+        self._client: Any = client
+        self._made = False  # by us, so that it is ours to close
         self.policy = Policy() if policy is None else policy
         self.namespace = namespace
         self._scripts = load() if scripts is None else scripts
@@ -83,18 +85,25 @@ class _Base(Generic[C]):
         Raises:
             ConfigurationError: the URL cannot be used, or `memory://` lacks its extra.
         """
-        made = cls._client_for(url, socket_timeout)
-        return cls(made, policy, namespace, observers, log_keys=log_keys, scripts=scripts)
+        client = cls._client_for(url, socket_timeout)
+        ledger = cls(client, policy, namespace, observers, log_keys=log_keys, scripts=scripts)
+        ledger._made = True
+        return ledger
+
+    @property
+    def client(self) -> Any:
+        """The client that the ledger uses."""
+        return self._client
 
     def _check_replicas(self) -> None:
         if not self.policy.min_replicas:
             return
-        if clients.is_cluster(self.client):
+        if clients.is_cluster(self._client):
             raise ConfigurationError(
                 f"min_replicas={self.policy.min_replicas} cannot be promised on a cluster: WAIT must follow the script "
                 "on its own node's connection; set min_replicas=0"
             )
-        timeout = clients.socket_timeout(self.client)
+        timeout = clients.socket_timeout(self._client)
         if timeout is not None and self.policy.replica_timeout >= timeout:
             raise ConfigurationError(
                 f"replica_timeout must be shorter than the client's socket_timeout "
@@ -260,9 +269,11 @@ class Ledger(_Base[Client]):
     def close(self) -> None:
         """Store and release what is still waiting for that, for at most about 2 s, and end the thread.
 
-        Python does the same at exit. The client stays open: it may be the caller's.
+        Python does the same at exit. A client that `from_url` made is closed, one of the caller's stays open.
         """
         self._background.close()
+        if self._made:
+            self._client.close()
 
     def _drive(self, flow: Flow[T]) -> T:
         began = time.monotonic()
@@ -349,6 +360,18 @@ class AsyncLedger(_Base[AsyncClient]):
     _client_for = staticmethod(clients.async_client)
     _check_client = staticmethod(clients.check_async)
     _make_background = AsyncBackground
+    _twins: Mapping[asyncio.AbstractEventLoop, Any] = MappingProxyType({})
+
+    @property
+    def client(self) -> Any:
+        """The client that the ledger uses in the running event loop."""
+        if not self._made:
+            return self._client
+        loop = asyncio.get_running_loop()
+        if loop not in self._twins:
+            going = {other: twin for other, twin in self._twins.items() if not other.is_closed()}
+            self._twins = {**going, loop: clients.twin(self._client)}
+        return self._twins[loop]
 
     async def claim(
         self,
@@ -397,8 +420,10 @@ class AsyncLedger(_Base[AsyncClient]):
         return await self._drive(flows.read(identify(self.namespace, principal, key, operation)))
 
     async def close(self) -> None:
-        """See `Ledger.close`. `asyncio.run` does the same when it ends."""
+        """See `Ledger.close`; it is about the running event loop. `asyncio.run` stores and releases when it ends."""
         await self._background.close()
+        if self._made:
+            await self.client.aclose()
 
     async def _drive(self, flow: Flow[T]) -> T:
         began = time.monotonic()

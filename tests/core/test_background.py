@@ -52,6 +52,7 @@ def is_taken(subject: Subject, key: str) -> bool:
 @pytest.fixture(autouse=True)
 def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not make each test wait for a thread with nothing to do to end."""
+    assert background.IDLE <= 2.0
     monkeypatch.setattr(background, "IDLE", 0.05)
 
 
@@ -142,6 +143,8 @@ def test_a_heartbeat_that_is_fenced_says_so_and_leaves_the_successor_alone(
         a.ensure_held()
     wait_until(lambda: subject.at_work() == 0)
     assert subject.fields(a.identity.row) == left
+    with pytest.raises(FencedOut):
+        subject.complete(a, ANSWER)  # finds out too, which is no news
     assert [event.name for event in events].count("fenced") == 1
 
 

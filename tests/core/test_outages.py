@@ -133,7 +133,7 @@ def test_a_server_that_refuses_is_unavailable_and_nothing_is_written(
 
 
 def test_a_wrong_password_is_unavailable(make_subject: MakeSubject, mode: Mode, real_server: Server) -> None:
-    subject = make_subject(mode, real_server, username="nobody", password="wrong")
+    subject = make_subject(mode, real_server, url=f"redis://nobody:wrong@127.0.0.1:{real_server.port}/0")
     with pytest.raises(LedgerUnavailable, match=r"invalid|WRONGPASS") as unavailable:
         subject.claim(*ROW, "f")
     assert not unavailable.value.unknown

@@ -12,7 +12,6 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
-import pytest
 import redis
 
 from idemredis import InProgress, Ledger, Replay, Reservation, StoredResponse
@@ -218,6 +217,5 @@ def test_an_event_loop_that_ends_stores_what_waits_for_that(valkey_server: Serve
         assert client.hget(f"{namespace}:acct_1:key-1", "response_body") == b"done"
 
 
-@pytest.mark.xfail(strict=True, reason="redis-py's connections belong to the event loop that ended")
 def test_a_ledger_works_on_in_the_next_event_loop(valkey_server: Server, namespace: str) -> None:
     assert script(LOOP, valkey_server, namespace, "again") == "not stored yet\nReplay\n"

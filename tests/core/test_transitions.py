@@ -345,7 +345,7 @@ def test_a_caller_that_loses_every_race_is_told_that_the_row_is_stale() -> None:
         flow.send(None)
 
     assert end.value.value == InProgress(0.0, stale=True)
-    assert asked == ["claim", "takeover"] * flows.RACES
+    assert asked == ["claim", "takeover"] * 3
 
 
 # The fence

@@ -68,15 +68,13 @@ class Subject:
         self._loop = _Loop() if mode == "async" else None
         rest: dict[str, Any] = {"log_keys": log_keys, "scripts": scripts}
         self.ledger: Any
-        if self._loop is None:
-            if url is None:
-                self.ledger = Ledger(server.client(**options), policy, namespace, observers, **rest)
-            else:
-                self.ledger = Ledger.from_url(url, policy, namespace, observers, **rest, **options)
-        elif url is None:
-            self.ledger = AsyncLedger(server.async_client(**options), policy, namespace, observers, **rest)
+        kind: Any = Ledger if self._loop is None else AsyncLedger
+        self._own: Any = None
+        if url is not None:
+            self.ledger = kind.from_url(url, policy, namespace, observers, **rest, **options)
         else:
-            self.ledger = AsyncLedger.from_url(url, policy, namespace, observers, **rest, **options)
+            self._own = server.client(**options) if self._loop is None else server.async_client(**options)
+            self.ledger = kind(self._own, policy, namespace, observers, **rest)
 
     def claim(
         self,
@@ -139,10 +137,12 @@ class Subject:
         """Close the ledger, its client, the client to look with, and the event loop. More than once is fine."""
         if self._loop is None:
             self.ledger.close()
-            self.ledger.client.close()
+            if self._own is not None:
+                self._own.close()
         elif self._loop.running:
             self._do("close")
-            self._loop.run(self.ledger.client.aclose())
+            if self._own is not None:
+                self._loop.run(self._own.aclose())
             self._loop.close()
         self.client.close()
 
