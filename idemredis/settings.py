@@ -150,7 +150,7 @@ def _protocol(value: Any) -> Protocol:
 
 
 def _near(name: str) -> str:
-    near = difflib.get_close_matches(name, DEFAULTS, 1)
+    near = difflib.get_close_matches(name, DEFAULTS, 1, cutoff=0.5)
     return f"; did you mean {PREFIX}{near[0]}?" if near else f"; the settings are {', '.join(DEFAULTS)}"
 
 

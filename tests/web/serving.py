@@ -61,7 +61,7 @@ class Served:
             )
         try:
             wait_until(self._is_up, 20.0)
-        except AssertionError:
+        except BaseException:
             self.close()
             raise
 

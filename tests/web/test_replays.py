@@ -149,6 +149,14 @@ def test_a_status_without_content_is_sent_without_a_body(status: int, site: Site
     assert len(site.runs) == 1
 
 
+def test_a_body_that_somebody_else_stored_under_a_status_without_content_is_not_sent(site: Site) -> None:
+    site.view(lambda: Response(b"", 205), "/things")
+    site.send(path="/things")
+    site.store.hset(site.row_name(), "response_body", "a body")
+    again = site.send(path="/things")
+    assert (again.status_code, again.data, again.headers["Content-Length"]) == (205, b"", "0")
+
+
 def test_a_stream_under_a_status_without_content_is_stored_as_nothing(site: Site) -> None:
     site.view(lambda: Response(iter([b"a", b"b"]), 204), "/things")
     assert (site.send(path="/things").status_code, site.send(path="/things").data) == (204, b"")
@@ -514,10 +522,18 @@ def test_the_stream_of_a_big_upload_can_be_sent_back(site: Site) -> None:
         stream = request.stream
         return Response(iter(lambda: stream.read(65536), b""))
 
+    def lines() -> Response:
+        return Response(iter(request.stream))
+
     site.view(echo, "/echo")
+    site.view(lines, "/lines")
     site.app.add_url_rule("/plain", "plain", echo, methods=["POST"])
+    site.app.add_url_rule("/plain-lines", "plain-lines", lines, methods=["POST"])
     assert site.send(path="/echo", data=data).data == data
     assert site.send("k2", path="/plain", data=data).data == data
+    for number, path in enumerate(("/lines", "/plain-lines")):
+        ended = {"wsgi.input_terminated": True}
+        assert site.send(f"line{number}", path, data=data, environ_overrides=ended).data == data
     gc.collect()  # an upload left open would be a ResourceWarning, which is an error here
 
 
@@ -636,6 +652,22 @@ def test_a_function_that_reads_a_streamed_answer_settles_it(site: Site) -> None:
     first, again = site.send(path="/things"), site.send(path="/things")
     assert first.data == again.data == b"ab"
     assert (read, site.omitted(), len(site.runs)) == ([b"ab", b"ab"], b"", 1)
+
+
+def test_a_streamed_answer_that_breaks_under_a_function_that_reads_it_is_settled_at_once(site: Site) -> None:
+    streams: list[Response] = []
+
+    @site.app.after_request
+    def look(response: Response) -> Response:
+        if response.is_streamed:
+            streams.append(response)
+            response.get_data()
+        return response
+
+    site.view(lambda: Response(_broken(), 201), "/things")
+    assert site.send(path="/things").status_code == 500
+    assert streams  # still there, so that nothing but the break can have settled it
+    assert site.omitted() == b"broken_off"
 
 
 def test_a_function_that_replaces_a_streamed_answer_leaves_a_tombstone_at_once(site: Site) -> None:
