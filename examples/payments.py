@@ -15,8 +15,13 @@ from contextlib import closing, contextmanager
 from flask import Blueprint, Flask, current_app, g, request, url_for
 from flask.typing import ResponseReturnValue
 from gateway import CardDeclined, Gateway
+from opentelemetry.exporter.prometheus import PrometheusMetricReader
+from opentelemetry.sdk.metrics import MeterProvider
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from idemredis import doctor
 from idemredis.flask import Idempotency, current_reservation
+from idemredis.telemetry import Telemetry
 
 ACCOUNTS = {"alice-token": "acct_alice", "bob-token": "acct_bob"}
 
@@ -31,8 +36,10 @@ CREATE TABLE IF NOT EXISTS orders (
 
 shop = Blueprint("shop", __name__)
 
+telemetry = Telemetry(MeterProvider([PrometheusMetricReader()]))  # of this process: scrape each worker, or push
+
 # A key belongs to the account that sends it: two customers may both use "order-1".
-idempotency = Idempotency(principal=lambda: g.account)
+idempotency = Idempotency(principal=lambda: g.account, observers=[telemetry])
 
 
 def create_app() -> Flask:
@@ -44,7 +51,8 @@ def create_app() -> Flask:
     )
     app.config.from_prefixed_env("SHOP")
     app.register_blueprint(shop)
-    app.add_url_rule("/healthz", view_func=lambda: {"status": "ok"})
+    app.add_url_rule("/healthz", view_func=show_health)
+    app.add_url_rule("/metrics", view_func=show_metrics)
     idempotency.init_app(app)
     with closing(sqlite3.connect(app.config["DATABASE"])) as db:
         db.executescript(_TABLES)
@@ -95,6 +103,16 @@ def show_order(number: int) -> ResponseReturnValue:
     with database() as db:
         order = db.execute("SELECT * FROM orders WHERE account = ? AND id = ?", (g.account, number)).fetchone()
     return dict(order) if order else ({"error": "not_found"}, 404)
+
+
+def show_health() -> ResponseReturnValue:
+    """Is the ledger's server fit for it? For alerts; a balancer that asks takes every instance out at once."""
+    report = doctor.check(current_app.extensions["idemredis"].ledger, sample=20)
+    return report.as_dict(), 200 if report.healthy else 503
+
+
+def show_metrics() -> ResponseReturnValue:
+    return generate_latest(), {"Content-Type": CONTENT_TYPE_LATEST}
 
 
 @contextmanager

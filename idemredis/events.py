@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from .flows import EventName, Tell
+from .keys import digest
 
 __all__ = ["Event", "Observer", "Teller"]
 
@@ -59,6 +59,9 @@ class Teller:
         self._observers = tuple(observers)
         self._log_keys = log_keys
         self._failed: set[int] = set()
+        self._timers: list[Any] = [
+            observer for observer in self._observers if callable(getattr(observer, "timed", None))
+        ]
 
     def __call__(self, tell: Tell, began: float | None = None) -> None:
         level, meaning = _LOUD.get(tell.event, _QUIET)
@@ -70,15 +73,22 @@ class Teller:
             words = (event.name, event.digest, event.generation, meaning)
             logger.log(level, "%s: row %s generation %d %s", *words, extra={"idempotency": event})
         for observer in self._observers:
-            try:
-                observer(event)
-            except Exception:
-                if id(observer) not in self._failed:
-                    self._failed.add(id(observer))
-                    logger.exception("observer %r failed; this is said once", observer)
+            self._guarded(observer, observer, event)
+
+    def timed(self, script: str, sent: float, answer: object) -> None:
+        """Tell those observers that have a method `timed` how long a script took, and what kind of answer came."""
+        for timer in self._timers:
+            self._guarded(timer, timer.timed, script, time.monotonic() - sent, type(answer).__name__)
+
+    def _guarded(self, observer: Observer, tell: Callable[..., object], *facts: object) -> None:
+        try:
+            tell(*facts)
+        except Exception:
+            if id(observer) not in self._failed:
+                self._failed.add(id(observer))
+                logger.exception("observer %r failed; this is said once", observer)
 
     def _event(self, tell: Tell, seconds: float) -> Event:
         who = tell.identity
-        digest = hashlib.sha256(who.row.encode()).hexdigest()[:12]
         names = (who.principal, who.key) if self._log_keys else (None, None)
-        return Event(tell.event, digest, who.operation, tell.generation, seconds, *names)
+        return Event(tell.event, digest(who.row), who.operation, tell.generation, seconds, *names)

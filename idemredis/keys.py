@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import NamedTuple
 from urllib.parse import quote, unquote
@@ -9,14 +10,13 @@ from uuid import UUID
 
 from .errors import ConfigurationError, InvalidKey, InvalidPrincipal
 
-__all__ = ["MAX_KEY_LENGTH", "Identity", "identify", "parse_row_name", "valid_key", "valid_principal"]
+__all__ = ["MAX_KEY_LENGTH", "Identity", "digest", "identify", "parse_row_name", "valid_key", "valid_principal"]
 
 MAX_KEY_LENGTH = 255
 """Characters. The limit the large payment APIs publish, so that a client's keys fit everywhere."""
 
 _UNENCODED = "-._~/@+=,"
-_PRINTABLE = re.compile(r"[\x20-\x7e]{1,255}\Z")
-_PLAIN = re.compile(r"[A-Za-z0-9\-._~/@+=,]*\Z")
+_PLAIN = re.compile(r"[A-Za-z0-9\-._~/@+=,:]*\Z")
 
 
 class Identity(NamedTuple):
@@ -37,7 +37,7 @@ def valid_key(key: object) -> str:
     """
     if not isinstance(key, str):
         raise InvalidKey(f"a key must be a str, not {type(key).__name__}")
-    if _PRINTABLE.match(key):
+    if 0 < len(key) <= MAX_KEY_LENGTH and key.isascii() and key.isprintable():
         return key
     if not key:
         raise InvalidKey("the key is empty; send 1 to 255 printable ASCII characters")
@@ -73,13 +73,20 @@ def identify(namespace: str, principal: object, key: object, operation: str = ""
     if not isinstance(operation, str):
         raise ConfigurationError(f"an operation must be a str, not {type(operation).__name__}")
     parts = [namespace, who, operation, what] if operation else [namespace, who, what]
-    try:
-        row = ":".join([part if _PLAIN.match(part) else quote(part, safe=_UNENCODED) for part in parts])
-    except UnicodeEncodeError:
-        raise InvalidPrincipal(
-            "a principal or operation must be text that UTF-8 can encode (no lone surrogates)"
-        ) from None
+    row = ":".join(parts)
+    if not _PLAIN.match(row) or row.count(":") >= len(parts):
+        try:
+            row = ":".join([quote(part, safe=_UNENCODED) for part in parts])
+        except UnicodeEncodeError:
+            raise InvalidPrincipal(
+                "a principal or operation must be text that UTF-8 can encode (no lone surrogates)"
+            ) from None
     return Identity(who, operation, what, row)
+
+
+def digest(row: str) -> str:
+    """Return 12 hex digits that stand for a row in logs and metrics, which never show its key or principal."""
+    return hashlib.sha256(row.encode()).hexdigest()[:12]
 
 
 def parse_row_name(name: str | bytes) -> tuple[str, str, str, str]:

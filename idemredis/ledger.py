@@ -314,8 +314,12 @@ class Ledger(_Base[Client]):
             except NoScriptError:
                 reply = self.client.execute_command("EVAL", script.text, 1, call.row, *call.args, NEVER_DECODE=True)
         except ERRORS as error:
-            raise clients.ours(error, time.monotonic() - sent) from error
-        return call.decode(reply, sent)
+            unserved = clients.ours(error, time.monotonic() - sent)
+            self._tell.timed(call.script, sent, unserved)
+            raise unserved from error
+        outcome = call.decode(reply, sent)
+        self._tell.timed(call.script, sent, outcome)
+        return outcome
 
     def _run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Run calls that have nothing to do with each other, in one round trip; errors come back as answers."""
@@ -330,6 +334,7 @@ class Ledger(_Base[Client]):
         ]
 
     def _run_together(self, client: Any, calls: Sequence[Call[Any]]) -> list[Any]:
+        began = time.monotonic()
         batch = clients.Batch(calls, self._scripts, self.policy)
         while commands := batch.commands():
             pipeline = client.pipeline(transaction=False)
@@ -341,6 +346,8 @@ class Ledger(_Base[Client]):
             except ERRORS as error:
                 replies = [error] * len(commands)
             batch.receive(replies, sent)
+        for call, answer in zip(calls, batch.answers, strict=True):
+            self._tell.timed(call.script, began, answer)
         return batch.answers
 
     def _read(self, command: Command[T]) -> T:
@@ -465,13 +472,18 @@ class AsyncLedger(_Base[AsyncClient]):
             except NoScriptError:
                 reply = await execute("EVAL", script.text, 1, call.row, *call.args, NEVER_DECODE=True)
         except ERRORS as error:
-            raise clients.ours(error, time.monotonic() - sent) from error
-        return call.decode(reply, sent)
+            unserved = clients.ours(error, time.monotonic() - sent)
+            self._tell.timed(call.script, sent, unserved)
+            raise unserved from error
+        outcome = call.decode(reply, sent)
+        self._tell.timed(call.script, sent, outcome)
+        return outcome
 
     async def _run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Run calls that have nothing to do with each other, in one round trip; errors come back as answers."""
         if clients.is_cluster(self.client):  # a cluster's own pipeline refuses EVALSHA
             return await asyncio.gather(*map(self._run, calls), return_exceptions=True)
+        began = time.monotonic()
         batch = clients.Batch(calls, self._scripts, self.policy)
         while commands := batch.commands():
             pipeline = self.client.pipeline(transaction=False)
@@ -483,6 +495,8 @@ class AsyncLedger(_Base[AsyncClient]):
             except ERRORS as error:
                 replies = [error] * len(commands)
             batch.receive(replies, sent)
+        for call, answer in zip(calls, batch.answers, strict=True):
+            self._tell.timed(call.script, began, answer)
         return batch.answers
 
     async def _read(self, command: Command[T]) -> T:

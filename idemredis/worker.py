@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from . import flows, ledger
+from . import doctor, flows, ledger
 from .errors import (
     AlreadyCompleted,
     FencedOut,
@@ -184,6 +184,15 @@ class Ledger(ledger.Ledger):
 
         return decorate
 
+    def check(self, *, sample: int = doctor.SAMPLE, scratch: bool = True) -> doctor.Report:
+        """Examine the server, the client and some rows, for a health endpoint: what `idemredis doctor` prints.
+
+        Args:
+            sample: rows to look at, at most.
+            scratch: try the scripts on two rows of its own, which are removed; False changes nothing.
+        """
+        return doctor.check(self, sample=sample, scratch=scratch)
+
     @contextmanager
     def _reserve(self, question: Question, on_error: OnError) -> Generator[Reserved]:
         with self._hold(_reserved(self.claim(*question)), on_error) as r:
@@ -261,6 +270,10 @@ class AsyncLedger(ledger.AsyncLedger):
             return run
 
         return decorate
+
+    async def check(self, *, sample: int = doctor.SAMPLE, scratch: bool = True) -> doctor.Report:
+        """See `Ledger.check`."""
+        return await doctor.check_async(self, sample=sample, scratch=scratch)
 
     @asynccontextmanager
     async def _reserve(self, question: Question, on_error: OnError) -> AsyncGenerator[Reserved]:

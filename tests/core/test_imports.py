@@ -32,27 +32,36 @@ CORE = [
 OUTERMOST = {"flask", "telemetry", "cli", "testing"}
 """Nothing imports these."""
 
-MODULES = sorted(path.stem for path in PACKAGE.glob("*.py") if not path.stem.startswith("__"))
+MODULES = sorted(
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+    for path in PACKAGE.rglob("*.py")
+    if not path.stem.startswith("__")
+)
 
 every_module = pytest.mark.parametrize("module", MODULES)
 
 
 def imported(module: str) -> set[str]:
     """The modules of this package that a module imports when it runs, at its top or later."""
-    names = set()
-    waiting: list[ast.AST] = [ast.parse((PACKAGE / f"{module}.py").read_text())]
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(source_of(module))]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             waiting += node.orelse
-        elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").partition(".")[0] == "idemredis"):
-            path = (node.module or "").removeprefix("idemredis").strip(".")
-            names |= {path.partition(".")[0]} if path else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            here = ["idemredis", *module.split(".")][: -node.level] if node.level else []
+            path = ".".join([*here, *filter(None, [node.module])])
+            found |= {f"{path}.{alias.name}" for alias in node.names} | {path}
         elif isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("idemredis.")}
+            found |= {alias.name for alias in node.names}
         else:
             waiting += ast.iter_child_nodes(node)
-    return names
+    return {name.removeprefix("idemredis.") for name in found if name.startswith("idemredis.")} & set(MODULES)
+
+
+def source_of(module: str) -> str:
+    return PACKAGE.joinpath(*module.split(".")).with_suffix(".py").read_text()
 
 
 @pytest.mark.parametrize("module", sorted(set().union(*CORE)))
@@ -78,10 +87,9 @@ def test_nothing_imports_what_stands_outermost(module: str) -> None:
     "module", ["operations", "policy", "flows", "keys", "fingerprint", "responses", "scripts", "errors"]
 )
 def test_what_decides_knows_no_client(module: str) -> None:
-    source = (PACKAGE / f"{module}.py").read_text()
     roots = {
         name.partition(".")[0]
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(ast.parse(source_of(module)))
         for name in (
             [alias.name for alias in node.names]
             if isinstance(node, ast.Import)
@@ -156,6 +164,18 @@ def test_both_ledgers_have_the_same_methods_with_the_same_arguments() -> None:
 
 
 def test_whatever_reaches_redis_is_awaited_in_the_async_ledger() -> None:
-    for name in ("claim", "complete", "fail", "release", "leave", "renew", "keep", "checkpoint", "read", "close"):
+    for name in (
+        "claim",
+        "complete",
+        "fail",
+        "release",
+        "leave",
+        "renew",
+        "keep",
+        "checkpoint",
+        "read",
+        "check",
+        "close",
+    ):
         assert inspect.iscoroutinefunction(getattr(idemredis.AsyncLedger, name)), name
         assert not inspect.iscoroutinefunction(getattr(idemredis.Ledger, name)), name

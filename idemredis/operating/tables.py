@@ -1,0 +1,184 @@
+"""How the command line shows things to a person: aligned columns, short times, a count while it scans."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from .rows import Found
+from .tail import Seen
+
+__all__ = [
+    "COLUMNS",
+    "Scanning",
+    "as_dict",
+    "as_line",
+    "duration",
+    "escaped",
+    "in_words",
+    "print_json",
+    "print_seen",
+    "printable",
+    "show_table",
+    "size",
+]
+
+COLUMNS = ("PRINCIPAL", "OPERATION", "KEY", "STATUS", "GEN", "AGE", "LEASE", "TTL", "CHECKPOINT", "DIGEST")
+
+SILENT_FOR = 0.7
+"""Seconds before a scan says how far it is."""
+
+_COLOURS = {
+    "stale": "yellow",
+    "warning": "yellow",
+    "failed": "red",
+    "corrupt": "red",
+    "problem": "red",
+    "completed": "green",
+    "ok": "green",
+}
+
+
+def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table: with rich on a terminal that has it, else in plain columns that `awk` and a person can read."""
+    if sys.stdout.isatty() and importlib.util.find_spec("rich"):
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+        for row in rows:
+            table.add_row(*(Text(cell, style=_COLOURS.get(cell, ""), overflow="fold") for cell in row))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def escaped(text: str) -> str:
+    """Return stored text so that it cannot steer a terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def duration(seconds: float) -> str:
+    """Return a time as one would say it: 85 ms, 12 s, 5 min, 3 h, 2 d; with a minus when it is over."""
+    sign, left = ("-", -seconds) if seconds < 0 else ("", seconds)
+    for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if left >= 2 * length:
+            return f"{sign}{left / length:.0f} {unit}"
+    return f"{sign}{left:.0f} s" if left >= 1 else f"{sign}{left * 1000:.0f} ms"
+
+
+def size(count: float) -> str:
+    """Return bytes with a unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+class Scanning:
+    """On a terminal, and when it takes long: how many of the server's names a scan went over. On stderr, then gone."""
+
+    def __init__(self, total: int) -> None:
+        self._total = max(total, 1)
+        self._passed = 0
+        self._began = time.monotonic()
+        self._shown = False
+
+    def __call__(self, names: int) -> None:
+        """Note that a scan went over so many more."""
+        self._passed += names
+        if sys.stderr.isatty() and time.monotonic() - self._began > SILENT_FOR:
+            share = min(self._passed / self._total, 1.0)
+            bar = "#" * round(share * 30)
+            click.echo(f"\rscanning [{bar:<30}] {share:4.0%} of {self._total:,} names", nl=False, err=True)
+            self._shown = True
+
+    def done(self) -> None:
+        """Wipe the line."""
+        if self._shown:
+            click.echo(f"\r{' ' * 70}\r", nl=False, err=True)
+
+
+def as_line(found: Found) -> tuple[str, ...]:
+    """Return a row's cells, under `COLUMNS`."""
+    who = found.identity
+    return (
+        escaped(who.principal),
+        escaped(who.operation) or "-",
+        escaped(who.key) or escaped(who.row),
+        found.status,
+        str(found.generation),
+        duration(found.age),
+        duration(found.lease) if found.running or found.status == "stale" else "-",
+        "never" if found.ttl is None else duration(found.ttl),
+        escaped(found.checkpoint) or "-",
+        found.digest,
+    )
+
+
+def as_dict(found: Found) -> dict[str, Any]:
+    """Return a row as JSON takes it."""
+    who = found.identity
+    facts: dict[str, Any] = {
+        "principal": who.principal,
+        "operation": who.operation,
+        "key": who.key,
+        "row": who.row,
+        "digest": found.digest,
+        "status": found.status,
+        "generation": found.generation,
+        "age": round(found.age, 3),
+        "lease": round(found.lease, 3) if found.status in ("pending", "stale") else None,
+        "ttl": None if found.ttl is None else round(found.ttl, 3),
+        "checkpoint": found.checkpoint,
+        "response_status": found.response_status or None,
+        "omitted": found.omitted,
+        "body_bytes": found.body,
+    }
+    return facts | ({"why": found.why} if found.why else {})
+
+
+def in_words(name: str, value: Any) -> str:
+    """Return one of its facts as a person reads it."""
+    if name in ("age", "lease", "ttl"):
+        return duration(value)
+    if isinstance(value, str):
+        return escaped(value)
+    return json.dumps(value) if isinstance(value, (list, dict)) else str(value)
+
+
+def printable(body: bytes) -> str | dict[str, str]:
+    """Return a body as text, or in base64 where it is none."""
+    try:
+        return body.decode()
+    except UnicodeDecodeError:
+        return {"base64": base64.b64encode(body).decode()}
+
+
+def print_seen(seen: Seen, as_json: bool) -> None:
+    """Print one thing that happened, on a line of its own."""
+    who = seen.row.identity if seen.row else None
+    if as_json:
+        facts = {"at": round(seen.at, 3), "what": seen.what, "digest": seen.digest, "generation": seen.generation}
+        names = {"principal": who.principal, "key": who.key} if who else {}
+        print_json({**facts, "operation": seen.operation, **names})
+        return
+    at = time.strftime("%H:%M:%S", time.localtime(seen.at)) + f".{int(seen.at % 1 * 1000):03}"
+    name = " ".join(escaped(part) for part in (who.principal, who.operation, who.key) if part) if who else ""
+    click.echo(f"{at}  {seen.what:<15} {seen.digest}  generation {seen.generation}  {name}".rstrip())
+
+
+def print_json(value: object) -> None:
+    """Print it on one line."""
+    click.echo(json.dumps(value))

@@ -1,0 +1,1 @@
+"""What the person on call has: the commands, the doctor, the telemetry."""

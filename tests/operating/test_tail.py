@@ -1,0 +1,209 @@
+"""What happens is seen as it happens; who does not look pays nothing, and who publishes is never held up."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import redis
+
+from idemredis import Event, Ledger, Reservation, StoredResponse
+from idemredis.operating.tail import Publisher, Seen, Tail
+from tests.support.proxy import Proxy
+from tests.support.servers import Server
+from tests.support.waiting import wait_until
+
+from .conftest import Place, Run
+
+ANSWER = StoredResponse(201, (), b"done")
+REAL = pytest.mark.parametrize("place", ["valkey", "redis", "cluster"], indirect=True)
+
+
+@contextmanager
+def tailing(place: Place, namespace: str) -> Iterator[Callable[[str], Seen]]:
+    """Give a function that waits for the next thing to be seen, which is of that kind."""
+    with Tail(place.client, namespace) as tail:
+        seen: list[Seen] = []
+
+        def next_is(what: str) -> Seen:
+            if not seen:
+                seen.extend(wait_until(lambda: list(tail.look())))
+            first = seen.pop(0)
+            assert first.what == what
+            return first
+
+        yield next_is
+
+
+@REAL
+def test_every_transition_is_seen_in_the_row_itself(place: Place, ledger: Ledger, namespace: str) -> None:
+    with tailing(place, namespace) as next_is:
+        for i in range(3):  # on a cluster: on several nodes
+            r = claimed(ledger, f"acct_{i}", "k")
+            first = next_is("claimed")
+            assert first.row is not None
+            assert (first.row.identity, first.generation) == (r.identity, 1)
+            ledger.renew(r)
+            next_is("renewed")
+            ledger.checkpoint(r, "charged", 1)
+            next_is("checkpointed")
+            ledger.release(r)
+            next_is("released")
+            again = claimed(ledger, f"acct_{i}", "k")
+            assert next_is("taken_over").generation == 2
+            (ledger.fail if i else ledger.complete)(again, ANSWER)
+            next_is("failed" if i else "completed")
+            place.client.delete(r.identity.row)
+            assert next_is("gone").row is None
+
+
+@REAL
+def test_refusals_are_seen_where_they_are_published_and_nothing_twice(place: Place, namespace: str) -> None:
+    publisher = Publisher(place.client, namespace)
+    ledger = Ledger(place.client, namespace=namespace, observers=[publisher])
+    with tailing(place, namespace) as next_is:
+        r = claimed(ledger, "a", "k")
+        next_is("claimed")
+        ledger.claim("a", "k", "g")
+        next_is("reused")
+        ledger.claim("a", "k", "f")
+        next_is("in_progress")
+        ledger.complete(r, ANSWER)
+        next_is("completed")
+        ledger.claim("a", "k", "f")
+        assert next_is("replayed").digest
+    publisher.close()
+    ledger.close()
+
+
+@pytest.mark.parametrize("place", ["fakeredis"], indirect=True)
+def test_where_rows_are_not_told_the_published_events_are_shown_alone(place: Place, run: Run, namespace: str) -> None:
+    publisher = Publisher(place.client, namespace)
+    ledger = Ledger(place.client, namespace=namespace, observers=[publisher])
+    with Tail(place.client, namespace) as tail:
+        assert not tail.sees_rows
+        assert tail.why_not
+        claimed(ledger, "a", "k")
+        assert wait_until(lambda: [seen.what for seen in tail.look()]) == ["claimed"]
+    assert "does not tell which rows are written" in run("tail", "--seconds", "0").err
+    publisher.close()
+    ledger.close()
+
+
+@REAL
+@pytest.mark.parametrize("verbose", [False, True])
+def test_the_command_prints_a_line_for_each_and_renewals_only_when_asked(
+    place: Place, ledger: Ledger, namespace: str, verbose: bool
+) -> None:
+    words = ["--url", place.url, "--namespace", namespace, "tail", "--json", *(["--verbose"] if verbose else [])]
+    command = [sys.executable, "-c", "from idemredis.cli import main; main()", *words]
+    with ended(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)) as tail:
+        assert tail.stdout is not None
+        assert tail.stderr is not None
+        assert "listening" in tail.stderr.readline()
+        r = claimed(ledger, "acct_1", "order 1")
+        told = [json.loads(tail.stdout.readline())]
+        ledger.renew(r)
+        if verbose:
+            told.append(json.loads(tail.stdout.readline()))
+        ledger.complete(r, ANSWER)
+        told.append(json.loads(tail.stdout.readline()))
+        tail.send_signal(signal.SIGINT)
+        assert tail.wait(10.0) == 0
+    assert [line["what"] for line in told] == ["claimed", *(["renewed"] if verbose else []), "completed"]
+    assert all((line["principal"], line["key"]) == ("acct_1", "order 1") for line in told)
+
+
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_nobody_pays_while_nobody_listens(valkey_server: Server, namespace: str) -> None:
+    """Without a tail no connection tracks; after one, none still does."""
+    with valkey_server.client() as client:
+        with Tail(client, namespace):
+            wait_until(lambda: client.info("clients")["tracking_clients"] == 1)
+        wait_until(lambda: client.info("clients")["tracking_clients"] == 0)
+
+
+def test_a_publisher_drops_events_rather_than_hold_up_a_request(
+    valkey_server: Server, namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Proxy(valkey_server.port) as proxy, valkey_server.client() as client:
+        away = redis.Redis.from_url(proxy.url, socket_timeout=0.2)
+        publisher = Publisher(away, namespace)
+        ledger = Ledger(client, namespace=namespace, observers=[publisher])
+        proxy.refuse()
+        began = time.monotonic()
+        for i in range(20):
+            claimed(ledger, "a", f"k{i}")
+        assert time.monotonic() - began < 2.0
+        wait_until(lambda: publisher.dropped == 20)
+        proxy.refuse(False)
+        with client.pubsub(ignore_subscribe_messages=True) as listener:
+            listener.subscribe(f"{namespace}:idemredis-events")
+            listener.get_message(timeout=1.0)
+            claimed(ledger, "a", "back")
+            told = wait_until(lambda: listener.get_message(timeout=0.1))
+        assert json.loads(told["data"])["name"] == "claimed"
+        assert "back" not in str(told["data"])
+        publisher.close()
+        ledger.close()
+        away.close()
+    assert len([record for record in caplog.records if "cannot be published" in record.getMessage()]) == 1
+
+
+def test_a_publisher_queues_no_more_than_it_may(namespace: str) -> None:
+    started, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def execute_command(self, *words: Any) -> None:
+            started.set()
+            go_on.wait(10.0)
+
+    slow: Any = Slow()
+    publisher = Publisher(slow, namespace)
+    for _ in range(1500):
+        publisher(Event("claimed", "0" * 12, "", 1, 0.0))
+    assert started.wait(5.0)
+    assert 400 <= publisher.dropped <= 500
+    go_on.set()
+    publisher.close()
+
+
+def test_a_forked_child_publishes_too(valkey_server: Server, namespace: str) -> None:
+    with valkey_server.client() as client, client.pubsub(ignore_subscribe_messages=True) as listener:
+        listener.subscribe(f"{namespace}:idemredis-events")
+        listener.get_message(timeout=1.0)
+        publisher = Publisher(valkey_server.client(), namespace)
+        publisher(Event("claimed", "0" * 12, "", 1, 0.0))
+        wait_until(lambda: listener.get_message(timeout=0.1))
+        child = os.fork()
+        if child == 0:
+            publisher(Event("completed", "0" * 12, "", 1, 0.0))
+            publisher.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        told = wait_until(lambda: listener.get_message(timeout=0.1))
+        assert json.loads(told["data"])["name"] == "completed"
+        publisher.close()
+
+
+def claimed(ledger: Ledger, principal: str, key: str) -> Reservation:
+    outcome = ledger.claim(principal, key, "f")
+    assert isinstance(outcome, Reservation)
+    return outcome

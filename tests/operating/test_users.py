@@ -1,0 +1,213 @@
+"""The users of `idemredis acl` may do all that they are for, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+import redis.exceptions
+
+from idemredis import AsyncLedger, Ledger, Policy, Replay, Reservation, StoredResponse
+from idemredis.operating.nodes import connect, primaries
+from idemredis.operating.tail import Publisher, channel
+from tests.support.waiting import wait_until
+
+from .conftest import Place, Ran, Run
+
+pytestmark = pytest.mark.parametrize("place", ["valkey", "redis", "cluster"], indirect=True)
+
+ANSWER = StoredResponse(201, (), b"done")
+
+
+class Users:
+    """The three users on every node, and each one's URL."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.nodes = primaries(place.client)
+
+    def url(self, role: str) -> str:
+        return self.place.url.replace("redis://", f"redis://idemredis-{role}:pw-{role}@")
+
+    def denied(self) -> list[Any]:
+        """What was refused to any of them, as the servers logged it."""
+        return [entry for node in self.nodes for entry in node.acl_log()]
+
+    def forgive(self) -> None:
+        for node in self.nodes:
+            node.acl_log_reset()
+
+
+@pytest.fixture
+def users(place: Place, run: Run) -> Iterator[Users]:
+    made = Users(place)
+    lines = [line for line in run("acl").out.splitlines() if line.startswith("ACL SETUSER")]
+    assert len(lines) == 3
+    for node in made.nodes:
+        node.acl_log_reset()
+        for line in lines:
+            words = shlex.split(line)
+            role = words[2].removeprefix("idemredis-")
+            node.execute_command(*(word.replace("PASSWORD", f"pw-{role}") for word in words))
+    yield made
+    for node in made.nodes:
+        node.acl_deluser("idemredis-app", "idemredis-viewer", "idemredis-operator")
+
+
+def app(users: Users) -> Any:
+    """The client that an application would make."""
+    make = redis.RedisCluster if users.place.kind == "cluster" else redis.Redis
+    return make.from_url(users.url("app"), socket_timeout=1.0)
+
+
+def test_the_app_leads_rows_through_their_whole_life(users: Users, namespace: str) -> None:
+    client: Any = app(users)
+    publisher = Publisher(client, namespace)
+    ledger = Ledger(client, Policy(), namespace, [publisher])
+    for i in range(6):
+        r = ledger.claim(f"acct_{i}", "k", "f")
+        assert isinstance(r, Reservation)
+        ledger.renew(r)
+        ledger.checkpoint(r, "charged", i)
+        ledger.release(r)
+        again = ledger.claim(f"acct_{i}", "k", "f")
+        assert isinstance(again, Reservation)
+        (ledger.fail if i % 2 else ledger.complete)(again, ANSWER)
+        assert isinstance(ledger.claim(f"acct_{i}", "k", "f"), Replay)
+        assert ledger.read(f"acct_{i}", "k") is not None
+    publisher.close()
+    ledger.close()
+    client.close()
+    assert publisher.dropped == 0
+    assert users.denied() == []
+
+
+def test_the_async_app_does_too(users: Users, namespace: str) -> None:
+    async def live() -> None:
+        make: Any = redis.asyncio.RedisCluster if users.place.kind == "cluster" else redis.asyncio.Redis
+        client = make.from_url(users.url("app"))
+        ledger = AsyncLedger(client, namespace=namespace)
+        r = await ledger.claim("a", "k", "f")
+        assert isinstance(r, Reservation)
+        await ledger.renew(r)
+        await ledger.complete(r, ANSWER)
+        assert isinstance(await ledger.claim("a", "k", "f"), Replay)
+        await ledger.close()
+        await client.aclose()
+
+    asyncio.run(live())
+    assert users.denied() == []
+
+
+def test_the_app_may_wait_for_replicas(users: Users, namespace: str) -> None:
+    if users.place.kind == "cluster":
+        with pytest.raises(Exception, match="cluster"):
+            Ledger(app(users), Policy(min_replicas=1), namespace)
+        return
+    client = app(users)
+    assert client.execute_command("WAIT", 0, 1) == 0
+    client.close()
+
+
+@pytest.mark.parametrize("role", ["app", "viewer", "operator"])
+def test_nobody_reaches_other_rows_or_commands(users: Users, namespace: str, role: str) -> None:
+    client: Any = connect(users.url(role))
+    node = primaries(client)[0]
+    words: list[tuple[Any, ...]] = [
+        ("FLUSHALL",),
+        ("KEYS", "*"),
+        ("CONFIG SET", "maxmemory", 0),
+        ("ACL LIST",),
+        ("SHUTDOWN",),
+    ]
+    words += [("HGETALL", f"{namespace}x:a:k"), ("PUBLISH", "other", "x"), ("SET", f"{namespace}:a:k", "x")]
+    if role == "viewer":
+        words += [("DEL", f"{namespace}:a:k"), ("PEXPIRE", f"{namespace}:a:k", 1), ("EVAL", "return 1", 0)]
+        words += [("PUBLISH", channel(namespace), "x")]
+    for denied in words:
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            node.execute_command(*denied)
+    client.close()
+    assert len(users.denied()) > 0
+    users.forgive()
+
+
+def row(place: Place, ledger: Ledger, key: str) -> Reservation:
+    r = ledger.claim("acct_1", key, "f")
+    assert isinstance(r, Reservation)
+    return r
+
+
+def as_(users: Users, role: str, run: Run) -> Any:
+    def run_it(*words: str) -> Ran:
+        return run(*words, url=users.url(role))
+
+    return run_it
+
+
+def look(ran: Any) -> None:
+    for words in (
+        ("ls",),
+        ("show", "acct_1", "held"),
+        ("stats",),
+        ("tail", "--seconds", "0.2"),
+        ("doctor", "--read-only"),
+    ):
+        answer = ran(*words)
+        assert answer.code == 0, (words, answer)
+        assert "unknown  eviction" not in answer.out
+    assert ran("stats", "--json").json["row_bytes"] is not None
+    assert "does not tell" not in ran("tail", "--seconds", "0.2").err
+
+
+def test_a_viewer_sees_everything_and_settles_nothing(users: Users, ledger: Ledger, run: Run, place: Place) -> None:
+    held, stale = row(place, ledger, "held"), row(place, ledger, "stale")
+    ledger.release(stale)
+    viewer = as_(users, "viewer", run)
+    look(viewer)
+    assert users.denied() == []
+    before = [place.client.hgetall(r.identity.row) for r in (held, stale)]
+    for words in (
+        ("release", "acct_1", "held", "--yes"),
+        ("resolve", "acct_1", "stale", "--status", "200", "--yes"),
+        ("forget", "acct_1", "stale", "--yes"),
+    ):
+        refused = viewer(*words)
+        assert refused.code == 1
+        assert "may not" in refused.err
+    assert [place.client.hgetall(r.identity.row) for r in (held, stale)] == before
+    assert viewer("doctor").code == 1
+
+
+def test_an_operator_sees_everything_and_settles_everything(
+    users: Users, ledger: Ledger, run: Run, place: Place
+) -> None:
+    for key in ("held", "one", "two"):
+        row(place, ledger, key)
+    operator = as_(users, "operator", run)
+    look(operator)
+    for key in ("held", "one", "two"):
+        assert operator("release", "acct_1", key, "--yes").code == 0
+    assert operator("resolve", "acct_1", "one", "--status", "200", "--yes").code == 0
+    assert operator("forget", "acct_1", "two", "--yes").code == 0
+    assert operator("doctor").code == 0
+    assert {row["key"]: row["status"] for row in operator("ls", "--json").json} == {"held": "stale", "one": "completed"}
+    assert users.denied() == []
+
+
+def test_the_app_may_examine_its_own_server(users: Users, run: Run) -> None:
+    report = as_(users, "app", run)("doctor", "--json").json
+    assert {"scripts": "ok"}.items() <= {f["check"]: f["verdict"] for f in report["findings"]}.items()
+    assert report["verdict"] in ("unknown", "warning")
+
+
+def test_a_wrong_password_is_a_server_that_cannot_be_reached(users: Users, run: Run) -> None:
+    refused = run("ls", url=users.url("viewer").replace("pw-viewer", "wrong"))
+    assert refused.code == 2
+    assert "wrong" not in refused.err.replace("wrong number", "")
+    wait_until(lambda: run("ls", url=users.url("viewer")).code == 0)
