@@ -19,7 +19,6 @@ from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-from idemredis import doctor
 from idemredis.flask import Idempotency, current_reservation
 from idemredis.telemetry import Telemetry
 
@@ -107,7 +106,7 @@ def show_order(number: int) -> ResponseReturnValue:
 
 def show_health() -> ResponseReturnValue:
     """Is the ledger's server fit for it? For alerts; a balancer that asks takes every instance out at once."""
-    report = doctor.check(current_app.extensions["idemredis"].ledger, sample=20)
+    report = current_app.extensions["idemredis"].ledger.check(sample=20)
     return report.as_dict(), 200 if report.healthy else 503
 
 

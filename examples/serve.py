@@ -17,10 +17,17 @@ from embedded import free_port, running, valkey, wait_until_up
 
 WORKERS = 2
 
-HELP = """
-The shop is on {url}, its ledger on {redis}. Ctrl-C ends both.
+PAGE = "shop:create_app()"
+"""`payments.py`, and the page."""
 
-Charge a card; send it again, and compare; then send another amount with the same key:
+LEASE = 5
+"""Seconds after which a retry takes over from a killed worker: short, so that one can watch it."""
+
+HELP = """
+Open {url}/ in a browser: the shop, with a switch for each trouble, and the ledger beside it.
+Its ledger is on {redis}. Ctrl-C ends both.
+
+Or with curl. Charge a card; send it again, and compare; then send another amount with the same key:
   {charge_alice}
 
 The same key from another account is another operation:
@@ -47,13 +54,21 @@ class Shop(NamedTuple):
 
 
 @contextlib.contextmanager
-def serving(redis: str, directory: Path, log: Path | None = None, **settings: str) -> Iterator[Shop]:
+def serving(
+    redis: str,
+    directory: Path,
+    log: Path | None = None,
+    app: str = "payments:create_app()",
+    threads: int = 1,
+    **settings: str,
+) -> Iterator[Shop]:
     """Run the shop under gunicorn, its SQLite files in `directory`. What the environment sets wins over `settings`."""
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "gunicorn", "--bind", address, "--workers", str(WORKERS)]
+    command += ["--threads", str(threads)]
     command += ["--graceful-timeout", "1", "--log-level", "warning", "--no-control-socket"]
     command += ["--log-file", str(log), "--capture-output"] if log else []
-    command += ["--pythonpath", str(Path(__file__).parent), "payments:create_app()"]
+    command += ["--pythonpath", str(Path(__file__).parent), app]
     url, gateway = f"http://{address}", directory / "gateway.sqlite3"
     env = {
         "SHOP_IDEMREDIS_URL": redis,
@@ -73,7 +88,7 @@ def main() -> None:
         contextlib.suppress(KeyboardInterrupt),
         tempfile.TemporaryDirectory(prefix="idemredis-") as directory,
         valkey() as redis,
-        serving(redis, Path(directory)) as shop,
+        serving(redis, Path(directory), None, PAGE, 8, SHOP_IDEMREDIS_LEASE_SECONDS=str(LEASE)) as shop,
     ):
         print(lines_to_try(shop.url, redis), flush=True)
         shop.process.wait()

@@ -29,11 +29,11 @@ from .events import Observer
 from .fingerprint import begin_fingerprint, fingerprint_value
 from .http import parse_key
 from .keys import valid_principal
-from .ledger import Ledger
 from .operations import InProgress, Replay, Reservation, Reused
 from .policy import check_seconds
 from .responses import NULL_BODY_STATUSES, StoredResponse, kept_headers, replayable
 from .settings import LEDGER_SETTINGS, ON_ERROR, PREFIX, Settings, in_settings
+from .worker import Ledger
 from .wsgi import (
     BodyIncomplete,
     BodyTooLarge,
