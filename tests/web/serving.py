@@ -150,8 +150,8 @@ def _serve(kind: str, address: str, parent: str, url: str, namespace: str, runs:
         class Application(BaseApplication):  # type: ignore[misc]
             def load_config(self) -> None:
                 worker = kind.removeprefix("gunicorn-")
-                threads = 8 if worker == "gthread" else 1
-                chosen = {"bind": f"unix:{address}", "workers": 2, "worker_class": worker, "threads": threads}
+                workers, threads = (4, 25) if worker == "gthread" else (2, 1)
+                chosen = {"bind": f"unix:{address}", "workers": workers, "worker_class": worker, "threads": threads}
                 for name, value in {**chosen, "timeout": 60, "graceful_timeout": 1, "control_socket": ""}.items():
                     if name in self.cfg.settings:
                         self.cfg.set(name, value)

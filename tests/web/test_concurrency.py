@@ -19,7 +19,7 @@ from tests.support.waiting import wait_until
 from .conftest import MakeSite
 from .serving import Answer, Served
 
-CLIENTS = 25
+CLIENTS = 100
 ROUNDS = 200
 
 
@@ -96,7 +96,7 @@ def gunicorn(every_key_left_expires: Servers) -> Iterator[Served]:
         yield served
 
 
-def test_each_round_of_clients_of_two_gunicorn_workers_runs_the_view_once(gunicorn: Served) -> None:
+def test_each_round_of_100_clients_of_four_gunicorn_processes_runs_the_view_once(gunicorn: Served) -> None:
     barrier = threading.Barrier(CLIENTS)
 
     def play(number: int) -> list[Answer]:
@@ -117,7 +117,7 @@ def test_each_round_of_clients_of_two_gunicorn_workers_runs_the_view_once(gunico
         workers.add(json.loads(done.pop())["server"])
         assert len([a for a in answers if a.status == 201 and "idempotent-replayed" not in a.headers]) == 1
         assert {answer.error for answer in answers if answer.status != 201} <= {"idempotency_key_in_progress"}
-    assert len(workers) == 2
+    assert len(workers) > 1
     assert {answer.status for answers in rounds for answer in answers} == {201, 409}
 
 
