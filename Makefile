@@ -2,13 +2,16 @@
 #
 #   make demo    a shop on gunicorn, and a client that retries, collides and kills workers
 #   make test    ruff, mypy and the whole suite
-#   make serve   the shop alone, with curl lines to try; Ctrl-C ends it
+#   make serve   the shop to try in a browser, with a switch for each trouble, or with curl; Ctrl-C ends it
+#   make soak    random faults under load, five minutes of it (or MINUTES=60), and a table of what happened
+#   make bench   what a call, a row and a request cost, in build/bench.json; about five minutes
 
 PYTHON ?= python3
+MINUTES ?= 5
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test serve clean
+.PHONY: demo test serve soak bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -21,6 +24,12 @@ test: $(READY)
 
 serve: $(READY)
 	@$(BIN)/python examples/serve.py
+
+bench: $(READY)
+	$(BIN)/python -m tests.bench
+
+soak: $(READY)
+	$(BIN)/python -m tests.faults.soak --minutes $(MINUTES)
 
 clean:
 	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -45,7 +45,7 @@ def test_the_flask_snippet_charges_once(valkey_server: Server) -> None:
     names: dict[str, Any] = {"__name__": "app"}
     exec(code.replace("redis://localhost:6379/0", valkey_server.url), names)
     client = names["app"].test_client()
-    request = {"json": {"amount": 5}, "headers": {"X-Account": "a", "Idempotency-Key": "k"}}
+    request = {"json": {"amount": 5}, "headers": {"Authorization": "Bearer alice-token", "Idempotency-Key": "k"}}
     first, again = client.post("/charges", **request), client.post("/charges", **request)
     assert (first.status_code, again.status_code) == (201, 201)
     assert again.data == first.data

@@ -1,0 +1,303 @@
+"""A client worth copying: an operation is named once, written down before it is sent, and sent until its fate is known.
+
+    make serve                                              # in one terminal; it says its URL
+    python examples/client.py URL order-1001 1999           # in another; again and again, and it is charged once
+
+Take the transport that you use, and `Outbox`, `send` (or `send_async`) and the two functions that decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import random
+import sqlite3
+import sys
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import TypeAlias
+
+import httpx
+import requests
+import urllib3
+
+CONNECT_WITHIN, ANSWER_WITHIN = 3.0, 30.0
+"""Seconds of one try. A client without a timeout waits for ever for an answer that was lost."""
+
+ALL_TRIES_WITHIN = 90.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0
+
+SENT_AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
+STILL_OPEN = frozenset({"idempotency_key_in_progress", "idempotency_key_retry"})
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the server said. The names of headers are in lower case."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def error(self) -> str:
+        """The code of a refusal, or ""."""
+        try:
+            body = json.loads(self.body)
+        except ValueError:
+            return ""
+        return str(body.get("error", "")) if isinstance(body, dict) else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """A request with the key that names it: the same key and the same bytes on every try."""
+
+    name: str
+    key: str
+    method: str
+    url: str
+    body: bytes
+    answer: Answer | None = None
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Idempotency-Key": self.key, "Content-Type": "application/json"}
+
+
+class FateUnknown(Exception):
+    """There was no answer that counts. It may have been done: it stays in the outbox, to be sent again, not anew."""
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__(f"{operation.name} has no answer yet; send it again later")
+        self.operation = operation
+
+
+class Outbox:
+    """Operations in a SQLite file, so that a client that dies sends what it meant to with the key that it had."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = path
+        with closing(sqlite3.connect(path)) as db, db:
+            db.execute(
+                "CREATE TABLE IF NOT EXISTS operations (name TEXT PRIMARY KEY, key TEXT NOT NULL, method TEXT NOT NULL,"
+                " url TEXT NOT NULL, body BLOB NOT NULL, status INTEGER, headers TEXT, answer BLOB)"
+            )
+
+    def intend(self, name: str, method: str, url: str, value: object) -> Operation:
+        """Write an operation down, or find the one that was written down by that name. Then send it.
+
+        Raises:
+            ValueError: by that name something else was meant.
+        """
+        new = (name, str(uuid.uuid4()), method, url, json.dumps(value).encode())
+        with closing(sqlite3.connect(self._path)) as db, db:
+            db.execute(
+                "INSERT INTO operations (name, key, method, url, body) VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                new,
+            )
+            found = _operation(*db.execute("SELECT * FROM operations WHERE name = ?", (name,)).fetchone())
+        if (found.method, found.url, found.body) != new[2:]:
+            raise ValueError(f"{name} was meant to be {found.method} {found.url} {found.body!r}")
+        return found
+
+    def settle(self, operation: Operation, answer: Answer) -> None:
+        """Keep the answer that counts."""
+        kept = (answer.status, json.dumps(dict(answer.headers)), answer.body, operation.name)
+        with closing(sqlite3.connect(self._path)) as db, db:
+            db.execute("UPDATE operations SET status = ?, headers = ?, answer = ? WHERE name = ?", kept)
+
+    def unsettled(self) -> list[Operation]:
+        """Return what to send again when the client starts, oldest first."""
+        with closing(sqlite3.connect(self._path)) as db:
+            rows = db.execute("SELECT * FROM operations WHERE status IS NULL ORDER BY rowid").fetchall()
+        return [_operation(*row) for row in rows]
+
+
+def _operation(
+    name: str, key: str, method: str, url: str, body: bytes, status: int | None, headers: str, answer: bytes
+) -> Operation:
+    settled = None if status is None else Answer(status, json.loads(headers), answer)
+    return Operation(name, key, method, url, body, settled)
+
+
+# --- what is decided ------------------------------------------------------------------------------------------------
+
+
+def may_be_sent_again(answer: Answer) -> bool:
+    """Whether the same request may get another answer later. What was stored, or refused for good, never does."""
+    if answer.headers.get("idempotent-replayed") == "true":
+        return False
+    if answer.status == 409:
+        return answer.error in STILL_OPEN
+    if answer.status == 500:
+        return not answer.error.startswith("idempotency_")
+    return answer.status in SENT_AGAIN
+
+
+def pause_after(answer: Answer | None, tries: int) -> float:
+    """Seconds: more with each try, never less than the server asks for, and never the same for two clients."""
+    asked = _retry_after(answer)
+    longest = FIRST_PAUSE if asked else min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tries - 1, 10))
+    return asked + longest * random.uniform(0.5, 1.0)
+
+
+def _retry_after(answer: Answer | None) -> float:
+    value = answer.headers.get("retry-after", "") if answer else ""
+    if value.isdecimal():
+        return float(value)
+    try:
+        return max(email.utils.parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+    except ValueError:
+        return 0.0
+
+
+# --- sending --------------------------------------------------------------------------------------------------------
+
+Transport: TypeAlias = Callable[[Operation], Answer | None]
+AsyncTransport: TypeAlias = Callable[[Operation], Awaitable[Answer | None]]
+"""Sends once. None: the connection broke, or no answer came; nobody knows whether it was done."""
+
+
+def send(
+    operation: Operation, outbox: Outbox, transport: Transport, sleep: Callable[[float], object] = time.sleep
+) -> Answer:
+    """Send until there is an answer that counts, and keep it.
+
+    Raises:
+        FateUnknown: there was none in time.
+    """
+    if operation.answer:
+        return operation.answer
+    until = time.monotonic() + ALL_TRIES_WITHIN
+    for tries in count(1):
+        answer = transport(operation)
+        if answer and not may_be_sent_again(answer):
+            outbox.settle(operation, answer)
+            return answer
+        pause = pause_after(answer, tries)
+        if time.monotonic() + pause > until:
+            break
+        sleep(pause)
+    raise FateUnknown(operation)
+
+
+async def send_async(
+    operation: Operation,
+    outbox: Outbox,
+    transport: AsyncTransport,
+    sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+) -> Answer:
+    """As `send`."""
+    if operation.answer:
+        return operation.answer
+    until = time.monotonic() + ALL_TRIES_WITHIN
+    for tries in count(1):
+        answer = await transport(operation)
+        if answer and not may_be_sent_again(answer):
+            outbox.settle(operation, answer)
+            return answer
+        pause = pause_after(answer, tries)
+        if time.monotonic() + pause > until:
+            break
+        await sleep(pause)
+    raise FateUnknown(operation)
+
+
+def over_requests(session: requests.Session) -> Transport:
+    def transport(operation: Operation) -> Answer | None:
+        try:
+            answer = session.request(
+                operation.method,
+                operation.url,
+                data=operation.body,
+                headers=operation.headers,
+                timeout=(CONNECT_WITHIN, ANSWER_WITHIN),
+                allow_redirects=False,  # it would send a POST on as a GET
+            )
+        except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError):
+            return None
+        return _answer(answer.status_code, answer.headers, answer.content)
+
+    return transport
+
+
+def over_urllib3(pool: urllib3.PoolManager, headers: Mapping[str, str]) -> Transport:
+    def transport(operation: Operation) -> Answer | None:
+        try:
+            answer = pool.request(
+                operation.method,
+                operation.url,
+                body=operation.body,
+                headers={**headers, **operation.headers},
+                timeout=urllib3.Timeout(connect=CONNECT_WITHIN, read=ANSWER_WITHIN),
+                retries=False,  # its own know nothing of keys
+            )
+        except (
+            urllib3.exceptions.TimeoutError,
+            urllib3.exceptions.NewConnectionError,
+            urllib3.exceptions.ProtocolError,
+        ):
+            return None
+        return _answer(answer.status, answer.headers, answer.data)
+
+    return transport
+
+
+def over_httpx(client: httpx.Client) -> Transport:
+    def transport(operation: Operation) -> Answer | None:
+        try:
+            answer = client.request(
+                operation.method,
+                operation.url,
+                content=operation.body,
+                headers=operation.headers,
+                timeout=httpx.Timeout(ANSWER_WITHIN, connect=CONNECT_WITHIN),
+            )
+        except (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError):
+            return None
+        return _answer(answer.status_code, answer.headers, answer.content)
+
+    return transport
+
+
+def over_async_httpx(client: httpx.AsyncClient) -> AsyncTransport:
+    async def transport(operation: Operation) -> Answer | None:
+        try:
+            answer = await client.request(
+                operation.method,
+                operation.url,
+                content=operation.body,
+                headers=operation.headers,
+                timeout=httpx.Timeout(ANSWER_WITHIN, connect=CONNECT_WITHIN),
+            )
+        except (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError):
+            return None
+        return _answer(answer.status_code, answer.headers, answer.content)
+
+    return transport
+
+
+def _answer(status: int, headers: Mapping[str, str], body: bytes) -> Answer:
+    return Answer(status, {name.lower(): value for name, value in headers.items()}, body)
+
+
+def main(url: str, name: str, amount: str) -> None:
+    outbox = Outbox("outbox.sqlite3")
+    meant = (name, "POST", f"{url.rstrip('/')}/charges", {"card": "tok_visa", "amount": int(amount)})
+    outbox.intend(*meant)
+    with httpx.Client(headers={"Authorization": "Bearer alice-token"}) as client:
+        for operation in outbox.unsettled():  # also what an earlier run left
+            send(operation, outbox, over_httpx(client))
+    if answer := outbox.intend(*meant).answer:
+        print(answer.status, answer.body.decode())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,1 @@
+"""The shop in a real browser."""
