@@ -1,25 +1,31 @@
-"""A TCP proxy in front of a server that loses a request, or a reply, when told to."""
+"""A TCP proxy in front of a server that loses, delays or cuts off requests and replies when told to."""
 
 from __future__ import annotations
 
 import select
 import socket
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self, TypeAlias
 
-__all__ = ["Proxy"]
+__all__ = ["Fate", "Proxy"]
+
+Fate: TypeAlias = Literal["pass", "lose request", "lose reply", "cut reply"] | float
+"""What becomes of a request; a number is the seconds by which it comes late, even when its client has given up."""
 
 
 class Proxy:
-    """Forwards bytes both ways. Only a request that has `matching` in it (EVAL and EVALSHA) is ever lost."""
+    """Forwards bytes both ways. Only a request that has `matching` in it (EVAL and EVALSHA) is ever touched."""
 
     def __init__(self, target_port: int, matching: bytes = b"EVAL") -> None:
         self._target = target_port
         self._matching = matching
         self._lock = threading.Lock()
-        self._requests = self._replies = 0
+        self._fates: list[Fate] = []
+        self._choose: Callable[[], Fate] | None = None
+        self._closing = threading.Event()
         self._refusing = False
         self._flowing = threading.Event()
         self._flowing.set()
@@ -32,13 +38,24 @@ class Proxy:
 
     def drop_replies(self, count: int = 1) -> None:
         """Lose the next `count` replies: the server has run the request, its client sees the connection break."""
-        with self._lock:
-            self._replies = count
+        self._deal("lose reply", count)
 
     def drop_requests(self, count: int = 1) -> None:
         """Lose the next `count` requests: the server never sees them, their client sees the connection break."""
+        self._deal("lose request", count)
+
+    def cut_replies(self, count: int = 1) -> None:
+        """Break the connection in the middle of the next `count` replies."""
+        self._deal("cut reply", count)
+
+    def delay_requests(self, count: int = 1, seconds: float = 1.0) -> None:
+        """Deliver the next `count` requests late, also those that their client has given up."""
+        self._deal(seconds, count)
+
+    def choose(self, choose: Callable[[], Fate] | None) -> None:
+        """Ask for the fate of each request from now on."""
         with self._lock:
-            self._requests = count
+            self._choose = choose
 
     def refuse(self, refusing: bool = True) -> None:
         """Break every connection, and each new one, until told `refuse(False)`."""
@@ -55,6 +72,7 @@ class Proxy:
 
     def close(self) -> None:
         """Break every connection and listen no more."""
+        self._closing.set()
         self.refuse()
         self.hold(False)
         with suppress(OSError):
@@ -84,25 +102,41 @@ class Proxy:
                 if self._refusing:
                     return
                 self._open |= {near, far}
-            losing = False
+            fate: Fate = "pass"
             try:
                 while True:
                     for end in select.select([near, far], [], [])[0]:
                         data = end.recv(65536)
-                        if not data or (end is far and losing) or (end is near and self._lost(data, "_requests")):
+                        if not data:
                             return
-                        if end is far:
-                            self._flowing.wait()
-                        losing = losing or (end is near and self._lost(data, "_replies"))
-                        (far if end is near else near).sendall(data)
+                        if end is near:
+                            if fate not in ("lose reply", "cut reply"):  # else it is the rest of that request
+                                fate = self._fate(data)
+                            if fate == "lose request":
+                                return
+                            if isinstance(fate, float):
+                                self._closing.wait(fate)
+                            far.sendall(data)
+                            continue
+                        self._flowing.wait()
+                        if fate == "lose reply":
+                            return
+                        if fate == "cut reply":
+                            near.sendall(data[: len(data) // 2])
+                            return
+                        near.sendall(data)
             finally:
                 with self._lock:
                     self._open -= {near, far}
 
-    def _lost(self, request: bytes, count: str) -> bool:
+    def _deal(self, fate: Fate, count: int) -> None:
         with self._lock:
-            left: int = getattr(self, count)
-            if not left or self._matching not in request:
-                return False
-            setattr(self, count, left - 1)
-            return True
+            self._fates = [fate] * count
+
+    def _fate(self, request: bytes) -> Fate:
+        with self._lock:
+            if self._matching not in request:
+                return "pass"
+            if self._fates:
+                return self._fates.pop()
+            return self._choose() if self._choose else "pass"
