@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import logging
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast, overload
 
 from flask import Blueprint, Flask, Request, Response, after_this_request, current_app, request
+from werkzeug.datastructures import Headers
 from werkzeug.exceptions import RequestEntityTooLarge
 from werkzeug.local import LocalProxy
 
@@ -337,16 +337,18 @@ def _wsgi_name(header: str) -> str:
 def _replay(stored: StoredResponse) -> Response:
     """Give it again, less what no answer may repeat: a worker, or a person, may have written the row."""
     names = replayable(name for name, _ in stored.headers)
-    response = _answer(dataclasses.replace(stored, headers=kept_headers(stored.headers, names)))
+    response = _respond(stored, kept_headers(stored.headers, names))
     response.headers["Idempotent-Replayed"] = "true"
     return response
 
 
 def _answer(stored: StoredResponse) -> Response:
+    return _respond(stored, stored.headers)
+
+
+def _respond(stored: StoredResponse, headers: Iterable[tuple[str, str]]) -> Response:
     response = _app().response_class(b"" if stored.status in NULL_BODY_STATUSES else stored.body, stored.status)
-    response.headers.clear()
-    for name, value in stored.headers:
-        response.headers.add(name, value)
+    response.headers = Headers(headers)
     return response
 
 
@@ -357,21 +359,22 @@ def _mark_unprotected(response: Response) -> Response:
 
 def _record_body() -> None:
     """Before any other function of the application: something may read the body before the claim."""
-    environ = _request().environ
-    if "HTTP_IDEMPOTENCY_KEY" in environ:
+    recorded = _request()
+    if "HTTP_IDEMPOTENCY_KEY" in recorded.environ:
         state: _State = _app().extensions[_EXTENSION]
-        if _request().method in state.settings.methods:
-            record_input(environ)
+        if recorded.method in state.settings.methods:
+            record_input(recorded.environ)
 
 
 def _tear_down(error: BaseException | None) -> None:
-    environ = _request().environ
+    ended = _request()
+    environ = ended.environ
     if "HTTP_IDEMPOTENCY_KEY" not in environ:
         return
     claimant, settlement = environ.get(_SETTLEMENT, (None, None))
     if settlement is None:
         _forget(environ)
-    elif claimant is _request():  # else an application around this one has the claim
+    elif claimant is ended:  # else an application around this one has the claim
         if error is not None:
             settlement.settle_without_answer()
         settlement.when_settled(functools.partial(_forget, environ))  # a stream may read on

@@ -86,8 +86,9 @@ SHORTEST_GAP, LONGEST_GAP = 0.01, 0.25
 GAP_SHARE = 0.05
 """The gap grows with the time already waited, so an answer is found late by a twentieth of it at the most."""
 
-FIRST_RETRY, LONGEST_RETRY = 0.1, 2.0
-"""Seconds between two tries in the background, doubling: soon enough for a lease, seldom enough for a sick server."""
+FIRST_RETRY, LONGEST_RETRY = 0.1, 1.0
+"""Seconds between two tries in the background, doubling: a lost claim is out of its client's way within 2 s of Redis
+being back, and a sick server is not asked more than once a second."""
 
 STORE_WITHIN = 300.0
 """Seconds for which a completion is tried again."""

@@ -94,7 +94,7 @@ class Reservation:
     fingerprint: str
     generation: int
     owner: str
-    checkpoint: tuple[str, Any] | None
+    checkpoint: tuple[str, Any] | None = field(hash=False)
     hold: Hold = field(repr=False, compare=False)
 
     @property

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from . import doctor, flows, ledger
+from . import flows, ledger
 from .errors import (
     AlreadyCompleted,
     FencedOut,
@@ -31,6 +31,9 @@ from .once import Given, Once, OnError, Question, check_on_error, json_answer, j
 from .operations import InProgress, Replay, Reservation
 from .policy import Policy
 from .responses import StoredResponse
+
+if TYPE_CHECKING:
+    from .operating.diagnosis import Report
 
 __all__ = ["AsyncLedger", "Ledger", "OnError", "Reserved", "current_reservation"]
 
@@ -184,13 +187,15 @@ class Ledger(ledger.Ledger):
 
         return decorate
 
-    def check(self, *, sample: int = doctor.SAMPLE, scratch: bool = True) -> doctor.Report:
+    def check(self, *, sample: int = 200, scratch: bool = True) -> Report:
         """Examine the server, the client and some rows, for a health endpoint: what `idemredis doctor` prints.
 
         Args:
             sample: rows to look at, at most.
             scratch: try the scripts on two rows of its own, which are removed; False changes nothing.
         """
+        from . import doctor  # not for everyone: who asks for a check does not mind 10 ms
+
         return doctor.check(self, sample=sample, scratch=scratch)
 
     @contextmanager
@@ -271,8 +276,10 @@ class AsyncLedger(ledger.AsyncLedger):
 
         return decorate
 
-    async def check(self, *, sample: int = doctor.SAMPLE, scratch: bool = True) -> doctor.Report:
+    async def check(self, *, sample: int = 200, scratch: bool = True) -> Report:
         """See `Ledger.check`."""
+        from . import doctor
+
         return await doctor.check_async(self, sample=sample, scratch=scratch)
 
     @asynccontextmanager

@@ -25,11 +25,11 @@ WRITES  only on "claimed": a new row whole and its TTL; for the attempt's own ro
 local row = KEYS[1]
 local owner, fingerprint, lease, retention = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 
-local now = now_ms()
 local current = redis.call('HMGET', row, 'status', 'generation', 'owner', 'fingerprint', 'lease_until')
 local status, generation, lease_until = current[1], current[2], current[5]
 
 if not status and redis.call('EXISTS', row) == 0 then
+  local now = now_ms()
   redis.call('HSET', row, 'status', 'pending', 'generation', '1', 'owner', owner, 'fingerprint', fingerprint,
     'lease_until', text(now + lease), 'created_at', text(now), 'updated_at', text(now))
   local expiry = redis.pcall('PEXPIRE', row, retention)
@@ -52,6 +52,7 @@ if status ~= 'pending' then
   return {'replay', status, generation, response[1], response[2], response[3], response[4] or ''}
 end
 
+local now = now_ms()
 if current[3] == owner then
   redis.call('HSET', row, 'lease_until', text(now + lease), 'updated_at', text(now))
   redis.call('PEXPIRE', row, retention)

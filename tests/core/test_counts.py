@@ -1,0 +1,249 @@
+"""What may not creep up, counted and not timed: commands, bytes, objects that stay, and work on what is unprotected."""
+
+from __future__ import annotations
+
+import gc
+import io
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import redis
+from flask import Flask
+from werkzeug.test import EnvironBuilder
+
+from idemredis import Ledger, Policy, Replay, Reservation, StoredResponse
+from idemredis.flask import Idempotency
+from tests.support.servers import Server
+
+FINGERPRINT = "f" * 64
+KEY = "8e03978e-40d5-43dd-bc93-6894a57f9324"
+ANSWER = StoredResponse(201, (("content-type", "application/json"),), b"x" * 500)
+
+
+class Counting(redis.Redis):
+    """A client that counts its calls, and the bytes that they send."""
+
+    def forget(self) -> None:
+        self.calls: list[str] = []
+        self.size = 0
+
+    def execute_command(self, *words: Any, **options: Any) -> Any:
+        self.calls.append(str(words[0]))
+        self.size += sum(len(word) if isinstance(word, (str, bytes)) else len(str(word)) for word in words)
+        return super().execute_command(*words, **options)  # type: ignore[no-untyped-call]
+
+
+@pytest.fixture
+def client(real_server: Server) -> Any:
+    with Counting(port=real_server.port) as client:
+        client.forget()
+        yield client
+
+
+@pytest.fixture
+def warm(client: Counting, namespace: str) -> Ledger:
+    """A ledger on a server that knows the scripts."""
+    ledger = Ledger(client, Policy(heartbeat=False), namespace)
+    run(ledger, "first")
+    client.forget()
+    return ledger
+
+
+def run(ledger: Ledger, key: str) -> None:
+    r = ledger.claim("acct_1", key, FINGERPRINT)
+    assert isinstance(r, Reservation)
+    ledger.complete(r, ANSWER)
+
+
+def commands(client: Counting, act: Callable[[], object]) -> dict[str, int]:
+    """What the server ran for it, within scripts too."""
+    client.config_resetstat()
+    act()
+    stats = client.info("commandstats")
+    ran = {name.removeprefix("cmdstat_"): figures["calls"] for name, figures in stats.items()}
+    return {name: calls for name, calls in ran.items() if name not in ("info", "config|resetstat")}
+
+
+def test_a_claim_and_a_completion_run_these_commands_and_no_more(warm: Ledger, client: Counting) -> None:
+    r = warm.claim("acct_1", "other", FINGERPRINT)
+    assert isinstance(r, Reservation)
+
+    claim = commands(client, lambda: warm.claim("acct_1", KEY, FINGERPRINT))
+    complete = commands(client, lambda: warm.complete(r, ANSWER))
+    assert claim == {"evalsha": 1, "time": 1, "hmget": 1, "exists": 1, "hset": 1, "pexpire": 1}
+    assert complete == {"evalsha": 1, "hmget": 1, "time": 1, "hset": 1, "pexpire": 1}
+
+
+def test_a_replay_and_a_refusal_run_these_commands_and_no_more(warm: Ledger, client: Counting) -> None:
+    run(warm, KEY)
+    warm.claim("acct_1", "busy", FINGERPRINT)
+
+    replay = commands(client, lambda: warm.claim("acct_1", KEY, FINGERPRINT))
+    reused = commands(client, lambda: warm.claim("acct_1", KEY, "another"))
+    in_progress = commands(client, lambda: warm.claim("acct_1", "busy", FINGERPRINT))
+    assert replay == {"evalsha": 1, "hmget": 2}
+    assert reused == {"evalsha": 1, "hmget": 1}
+    assert in_progress == {"evalsha": 1, "time": 1, "hmget": 1}
+
+
+def test_a_claim_sends_its_hash_and_its_arguments_and_little_else(warm: Ledger, client: Counting) -> None:
+    warm.claim("acct_1", KEY, FINGERPRINT)
+
+    assert client.calls == ["EVALSHA"]
+    row, sha, owner, lease, retention = len(f"{warm.namespace}:acct_1:{KEY}"), 40, 16, 5, 8
+    assert client.size == len("EVALSHA") + sha + len("1") + row + owner + len(FINGERPRINT) + lease + retention
+
+
+def test_a_completion_sends_the_body_once(warm: Ledger, client: Counting) -> None:
+    r = warm.claim("acct_1", KEY, FINGERPRINT)
+    assert isinstance(r, Reservation)
+    client.forget()
+    warm.complete(r, ANSWER)
+
+    assert client.calls == ["EVALSHA"]
+    assert client.size < len(ANSWER.body) + 250
+
+
+def test_a_completed_row_takes_little_more_than_its_answer(warm: Ledger, client: Counting) -> None:
+    run(warm, KEY)
+    row = f"{warm.namespace}:acct_1:{KEY}"
+    as_it_is = client.memory_usage(row, samples=0) or 0
+    client.config_set("hash-max-listpack-value", 8192)
+    try:
+        client.delete(row)
+        run(warm, KEY)
+        packed = client.memory_usage(row, samples=0) or 0
+    finally:
+        client.config_set("hash-max-listpack-value", 64)
+
+    assert 500 < packed < len(ANSWER.body) + 550
+    assert 500 < as_it_is < len(ANSWER.body) + 1400
+
+
+def test_nothing_is_kept_in_the_process_for_a_key(warm: Ledger) -> None:
+    def keys(first: int, last: int) -> None:
+        for number in range(first, last):
+            run(warm, f"key-{number}")
+            assert isinstance(warm.claim("acct_1", f"key-{number}", FINGERPRINT), Replay)
+
+    keys(0, 200)
+    gc.collect()
+    before, blocks = len(gc.get_objects()), sys.getallocatedblocks()
+    keys(200, 1200)
+    gc.collect()
+
+    assert len(gc.get_objects()) - before < 100
+    assert sys.getallocatedblocks() - blocks < 1000
+
+
+def test_finished_reservations_do_not_pile_up_with_the_heartbeat(client: Counting, namespace: str) -> None:
+    """A heartbeat first looks after a third of its lease; ten thousand requests may have come and gone by then."""
+    ledger = Ledger(client, Policy(), namespace)
+
+    def keys(first: int, last: int) -> None:
+        for number in range(first, last):
+            r = ledger.claim("acct_1", f"key-{number}", FINGERPRINT)
+            assert isinstance(r, Reservation)
+            ledger.keep(r)
+            ledger.complete(r, ANSWER)
+
+    keys(0, 1500)
+    gc.collect()
+    before = len(gc.get_objects())
+    keys(1500, 4500)
+    gc.collect()
+    more = len(gc.get_objects()) - before
+    ledger.close()
+
+    assert more < 12_000
+
+
+@pytest.fixture
+def app(client: Counting, namespace: str) -> Flask:
+    app = Flask("shop")
+    idempotency = Idempotency(app, principal="acct_1", ledger=Ledger(client, Policy(heartbeat=False), namespace))
+    app.add_url_rule("/protected", "protected", idempotency.protect(lambda: ("made", 201)), methods=["POST", "GET"])
+    app.add_url_rule("/plain", "plain", lambda: ("made", 201), methods=["POST"])
+    return app
+
+
+def send(app: Flask, method: str, path: str, **headers: str) -> bytes:
+    environ = EnvironBuilder(path, method=method, data=b"{}", content_type="application/json").get_environ()
+    answer = app.wsgi_app(
+        {**environ, "wsgi.input": io.BytesIO(b"{}"), **headers}, lambda status, headers, info=None: lambda data: None
+    )
+    body = b"".join(answer)
+    answer.close()  # type: ignore[attr-defined]
+    return body
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers"),
+    [
+        ("GET", "/protected", {}),
+        ("GET", "/protected", {"HTTP_IDEMPOTENCY_KEY": KEY}),
+        ("OPTIONS", "/protected", {"HTTP_IDEMPOTENCY_KEY": KEY}),
+        ("POST", "/plain", {}),
+        ("POST", "/plain", {"HTTP_IDEMPOTENCY_KEY": KEY}),
+    ],
+)
+def test_safe_methods_and_unprotected_views_cost_no_command(
+    app: Flask, client: Counting, method: str, path: str, headers: dict[str, str]
+) -> None:
+    send(app, method, path, **headers)
+
+    assert client.calls == []
+
+
+def test_a_protected_request_costs_two_commands_and_its_replay_one(app: Flask, client: Counting) -> None:
+    send(app, "POST", "/protected", HTTP_IDEMPOTENCY_KEY="first")
+    client.forget()
+    send(app, "POST", "/protected", HTTP_IDEMPOTENCY_KEY=KEY)
+    assert client.calls == ["EVALSHA", "EVALSHA"]
+    client.forget()
+    assert send(app, "POST", "/protected", HTTP_IDEMPOTENCY_KEY=KEY) == b"made"
+    assert client.calls == ["EVALSHA"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "key", "most"),
+    [
+        ("GET", "/protected", None, 20),
+        ("POST", "/plain", None, 12),
+        ("POST", "/plain", KEY, 25),
+        ("POST", "/protected", KEY, 185),
+    ],
+)
+def test_the_extension_enters_few_python_functions_a_request(
+    app: Flask, client: Counting, method: str, path: str, key: str | None, most: int
+) -> None:
+    """Those of an application without the extension, and of redis-py, do not count."""
+    bare = Flask("bare")
+    bare.add_url_rule(path, "view", lambda: ("made", 201), methods=["POST", "GET"])
+    send(app, "POST", "/protected", HTTP_IDEMPOTENCY_KEY="first")
+    headers = {} if key is None else {"HTTP_IDEMPOTENCY_KEY": key}
+    without = count_calls(lambda: send(bare, method, path))
+
+    assert count_calls(lambda: send(app, method, path, **headers)) - without <= most
+
+
+def count_calls(act: Callable[[], object]) -> int:
+    """How many Python functions and generator steps it enters, those below redis-py's door left out."""
+    entered = below = 0
+    door = redis.Redis.execute_command.__code__
+
+    def profile(frame: Any, event: str, argument: object) -> None:
+        nonlocal entered, below
+        if frame.f_code is door:
+            below += 1 if event == "call" else -1 if event == "return" else 0
+        elif event == "call" and not below:
+            entered += 1
+
+    sys.setprofile(profile)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return entered
