@@ -1,0 +1,1 @@
+"""What it promises, held against a world that breaks."""

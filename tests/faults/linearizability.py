@@ -1,0 +1,121 @@
+"""Could one row, doing one thing at a time, have given these answers? A search after Wing and Gong, and Lowe."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from .model import Reply, Row, transition
+
+__all__ = ["Entry", "TooHard", "violations"]
+
+MOST_STEPS = 400_000
+"""A history of a few hundred calls takes some thousands."""
+
+
+class TooHard(Exception):
+    """Neither an order was found nor shown that there is none."""
+
+
+class Entry(NamedTuple):
+    """One call of a script on one row.
+
+    Attributes:
+        now: what the script read as the time, in ms.
+        start, end: by the monotonic clock, which all processes of the machine share.
+        reply: None where it never came: the call may have run at any time after `start`, or not at all.
+    """
+
+    row: str
+    script: str
+    args: tuple[str | bytes | int, ...]
+    now: int
+    start: float
+    end: float
+    reply: Reply | None
+
+
+def violations(history: Iterable[Entry]) -> list[str]:
+    """Return for each row whose calls have no order that explains their answers what the search got stuck at.
+
+    Raises:
+        TooHard: the search took too long.
+    """
+    rows: dict[str, list[Entry]] = defaultdict(list)
+    for entry in history:
+        rows[entry.row].append(entry)
+    stuck = []
+    for row, entries in rows.items():
+        if said := _search(sorted(entries, key=lambda entry: entry.start)):
+            stuck.append(f"{row}: {said}")
+    return stuck
+
+
+def _search(entries: Sequence[Entry]) -> str:
+    """Return "" where an order was found, else the call that no order explains."""
+    certain = sum(1 << i for i, entry in enumerate(entries) if entry.reply is not None)
+    seen: set[tuple[int, Row | None]] = set()
+    if not certain:
+        return ""
+    stack = [_next(entries, 0, None)]
+    steps, furthest, why = 0, 0, _stuck(entries, 0, None)
+    while stack:
+        move = next(stack[-1], None)
+        if move is None:
+            stack.pop()
+            continue
+        steps += 1
+        if steps > MOST_STEPS:
+            raise TooHard(f"{len(entries)} calls, {steps} steps")
+        done, row = move
+        if (done, _visible(row)) in seen:
+            continue
+        seen.add((done, _visible(row)))
+        if done & certain == certain:
+            return ""
+        reached = (done & certain).bit_count()
+        if reached > furthest:
+            furthest, why = reached, _stuck(entries, done, row)
+        stack.append(_next(entries, done, row))
+    return why
+
+
+def _next(entries: Sequence[Entry], done: int, row: Row | None) -> Iterator[tuple[int, Row | None]]:
+    """Give each call that may come next: begun before every call that is left has ended, and giving its own answer."""
+    for i, after in _candidates(entries, done, row):
+        yield done | 1 << i, after
+
+
+def _candidates(entries: Sequence[Entry], done: int, row: Row | None) -> list[tuple[int, Row | None]]:
+    open_until = math.inf
+    known, unknown = [], []
+    for i, entry in enumerate(entries):
+        if entry.start > open_until:
+            break
+        if done >> i & 1:
+            continue
+        if entry.reply is not None:
+            open_until = min(open_until, entry.end)
+        after, reply = transition(row, entry.script, entry.args, entry.now)
+        if entry.reply is None:
+            if _visible(after) != _visible(row):  # one that changes nothing may as well not have run
+                unknown.append((i, after))
+        elif reply == entry.reply:
+            known.append((i, after))
+    within = [(i, after) for i, after in known if entries[i].start <= open_until]
+    within.sort(key=lambda move: entries[move[0]].end)
+    return within + [(i, after) for i, after in unknown if entries[i].start <= open_until]
+
+
+def _visible(row: Row | None) -> Row | None:
+    """What no script answers with cannot make a difference."""
+    return row and row._replace(created_at=0, updated_at=0, retention=0)
+
+
+def _stuck(entries: Sequence[Entry], done: int, row: Row | None) -> str:
+    left = [entry for i, entry in enumerate(entries) if not done >> i & 1 and entry.reply is not None]
+    first = min(left, key=lambda entry: entry.end)
+    would = transition(row, first.script, first.args, first.now)[1]
+    return f"{first.script}{first.args[:2]} answered {first.reply} where {would} is right, on {row}"

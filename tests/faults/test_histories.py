@@ -1,0 +1,59 @@
+"""Threads, tasks and processes on a few keys, through a proxy that loses things: there is an order that explains it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import redis
+
+from tests.support.processes import die_with
+from tests.support.proxy import Proxy
+from tests.support.servers import Server
+from tests.support.subject import Mode
+
+from .linearizability import Entry, violations
+from .recording import play, play_async, troubled
+
+SEEDS = range(int(os.environ.get("IDEMREDIS_SEEDS", "3")))
+PROCESSES = 3
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_threads_and_tasks_behind_a_broken_network_see_one_row_at_a_time(
+    mode: Mode, real_server: Server, namespace: str, seed: int
+) -> None:
+    with Proxy(real_server.port) as proxy, real_server.client() as near:
+        proxy.choose(troubled(seed))
+        history = (play if mode == "sync" else play_async)(proxy.port, near, namespace, seed)
+    assert violations(history) == []
+    assert_something_happened(history)
+
+
+def test_processes_whose_clocks_disagree_see_one_row_at_a_time(valkey_server: Server, namespace: str) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    with Proxy(valkey_server.port) as proxy:
+        proxy.choose(troubled(1))
+        with ProcessPoolExecutor(PROCESSES, spawn, die_with, (os.getpid(),)) as pool:
+            playing = [
+                pool.submit(play_in_a_process, proxy.port, valkey_server.port, namespace, seed)
+                for seed in range(PROCESSES)
+            ]
+            history = [entry for share in playing for entry in share.result(60)]
+    assert violations(history) == []
+    assert_something_happened(history)
+
+
+def play_in_a_process(port: int, server: int, namespace: str, seed: int) -> list[Entry]:
+    with redis.Redis(port=server) as near:
+        return play(port, near, namespace, seed, workers=3)
+
+
+def assert_something_happened(history: list[Entry]) -> None:
+    """A quiet game would show nothing."""
+    words: Counter[bytes] = Counter(entry.reply[0] if entry.reply else b"unknown" for entry in history)
+    assert words.keys() >= {b"claimed", b"replay", b"completed", b"unknown"}, words
+    assert {entry.script for entry in history} >= {"claim", "complete", "fail", "release"}

@@ -1,0 +1,79 @@
+"""The net has no holes: each mistake made in the scripts on purpose is found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from idemredis.scripts import Script
+from idemredis.testing import Clock
+from tests.support.proxy import Proxy
+from tests.support.servers import Server
+
+from .broken import MISTAKES, Broken, TwoTrips
+from .linearizability import violations
+from .machine import Machine
+from .recording import RecordingRedis, play, troubled
+
+SEEDS = range(12)
+"""Games played until the checker finds the mistake; most take one or two."""
+
+SEEN_FROM_OUTSIDE = (
+    "no fence at the completion",
+    "no fence at renewals",
+    "a takeover does not raise the generation",
+    "a claim takes a running lease for stale",
+    "a claim does not know its own row",
+    "a claim does not compare the fingerprint",
+)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_state_machine_finds_a_broken_script(mistake: str, valkey_server: Server) -> None:
+    class Spoilt(Machine):
+        def scripts(self, clock: Clock) -> Mapping[str, Script]:
+            return Broken(clock, *MISTAKES[mistake])
+
+    with valkey_server.client() as client:
+        Spoilt.client = client
+        with pytest.raises((AssertionError, ExceptionGroup)):
+            run_state_machine_as_test(
+                Spoilt,
+                settings=settings(
+                    max_examples=300,
+                    stateful_step_count=25,
+                    deadline=None,
+                    database=None,
+                    derandomize=True,
+                    phases=[Phase.generate],
+                    suppress_health_check=list(HealthCheck),
+                    report_multiple_bugs=False,
+                ),
+            )
+
+
+@pytest.mark.parametrize("mistake", SEEN_FROM_OUTSIDE)
+def test_the_history_checker_finds_a_broken_script(mistake: str, valkey_server: Server, namespace: str) -> None:
+    def scripts(clock: Clock) -> Mapping[str, Script]:
+        return Broken(clock, *MISTAKES[mistake])
+
+    with Proxy(valkey_server.port) as proxy, valkey_server.client() as near:
+        for seed in SEEDS:
+            proxy.choose(troubled(seed, 0.05))
+            if violations(play(proxy.port, near, f"{namespace}-{seed}", seed, scripts=scripts)):
+                return
+    pytest.fail(f"{mistake}: not found in {len(SEEDS)} games")
+
+
+def test_the_history_checker_finds_a_claim_of_two_round_trips(valkey_server: Server, namespace: str) -> None:
+    class Racing(TwoTrips, RecordingRedis):
+        pass
+
+    with valkey_server.client() as near:
+        for seed in SEEDS:
+            if violations(play(valkey_server.port, near, f"{namespace}-{seed}", seed, client=Racing)):
+                return
+    pytest.fail(f"not found in {len(SEEDS)} games")

@@ -1,0 +1,132 @@
+"""gunicorn's workers, killed at every point, timed out, told to end; and clients that hang up."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from idemredis.keys import identify
+from tests.support.servers import Server
+from tests.support.waiting import wait_until
+from tests.web.serving import Answer, read_answer
+
+from .serving import Gunicorn
+
+WORKERS = ("sync", "gthread", "gevent")
+LEASE = 1.0
+WITHIN = 10.0
+
+MakeService = Callable[..., Gunicorn]
+
+
+@pytest.fixture
+def make_service(valkey_server: Server, namespace: str) -> Iterator[MakeService]:
+    made: list[Gunicorn] = []
+
+    def make(worker: str, **settings: Any) -> Gunicorn:
+        made.append(Gunicorn(valkey_server.url, namespace, worker, lease=settings.pop("lease", LEASE), **settings))
+        return made[-1]
+
+    yield make
+    for service in made:
+        service.close()
+
+
+def settled(service: Gunicorn, key: str, path: str = "/charges") -> Answer:
+    """Send it again until it is done."""
+    answer = wait_until(lambda: (got := service.post(key, path)).status == 201 and got, WITHIN)
+    assert answer
+    return answer
+
+
+def answered(service: Gunicorn, key: str) -> Answer:
+    """Send it again until somebody is there to answer."""
+    answer = wait_until(lambda: (got := service.post(key)).status and got, WITHIN)
+    assert isinstance(answer, Answer)
+    return answer
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_worker_killed_anywhere_is_taken_over_after_its_lease_and_never_before(
+    worker: str, make_service: MakeService
+) -> None:
+    service = make_service(worker)
+    runs = {
+        "in-the-claim": ["died in-the-claim", "begun", "done"],
+        "in-the-view": ["begun", "died in-the-view", "begun", "done"],
+        "before-the-completion": ["begun", "done", "died before-the-completion", "begun", "done"],
+    }
+    for where, noted in runs.items():
+        began = time.monotonic()
+        assert service.post(where).status == 0  # it died, and nobody answered
+        refused = answered(service, where)
+        if time.monotonic() - began < LEASE * 0.9:
+            assert (refused.status, refused.error) == (409, "idempotency_key_in_progress")
+            assert int(refused.headers["retry-after"]) >= 1
+        answer = settled(service, where)
+        assert time.monotonic() - began >= LEASE * 0.9
+        assert (answer.json["generation"], service.notes(where)) == (2, noted)
+        assert service.post(where).headers["idempotent-replayed"] == "true"
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_running_requests_finish_and_are_stored_when_the_service_is_told_to_end(
+    worker: str, make_service: MakeService, valkey_server: Server, namespace: str
+) -> None:
+    """The lease is long, so that a heartbeat sleeps for ten seconds: it must not hold the exit up."""
+    service = make_service(worker, lease=30.0)
+    with service.send("ending", "/slow?seconds=0.8") as connection:
+        wait_until(lambda: service.notes("ending") == ["begun"])
+        service.process.send_signal(signal.SIGTERM)
+        told = time.monotonic()
+        answer = read_answer(connection)
+    assert (answer.status, service.notes("ending")) == (201, ["begun", "done"])
+    service.process.wait(WITHIN)
+    assert time.monotonic() - told < 6.0
+    with valkey_server.client() as client:
+        row = identify(namespace, "acct-secret-1", "ending").row
+        assert client.hget(row, "status") == b"completed"
+
+
+def test_a_worker_that_gunicorn_times_out_is_taken_over(make_service: MakeService) -> None:
+    service = make_service("sync", timeout=2)
+    assert service.post("hangs", "/slow?seconds=60").status in (0, 500)
+    answer = settled(service, "hangs", "/slow?seconds=60")
+    assert answer.json["generation"] == 2
+    assert service.notes("hangs") == ["begun", "begun", "done"]
+
+
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_client_that_hangs_up_finds_its_answer_when_it_comes_back(worker: str, make_service: MakeService) -> None:
+    service = make_service(worker)
+    connection = service.send("gone", "/slow?seconds=0.4")
+    wait_until(lambda: service.notes("gone") == ["begun"])
+    connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    answer = settled(service, "gone", "/slow?seconds=0.4")
+    assert (answer.json["generation"], service.notes("gone")) == (1, ["begun", "done"])
+    assert answer.headers["idempotent-replayed"] == "true"
+
+
+@pytest.mark.parametrize("preload", [True, False], ids=["preload", "no_preload"])
+@pytest.mark.parametrize("worker", WORKERS)
+def test_a_long_view_keeps_its_lease_also_where_the_ledger_was_used_before_the_fork(
+    worker: str, preload: bool, make_service: MakeService
+) -> None:
+    service = make_service(worker, preload=preload)
+    path = "/slow?seconds=2.5"
+    with service.send("long", path) as connection:
+        wait_until(lambda: service.notes("long") == ["begun"])
+        refusals = []
+        until = time.monotonic() + 2.0  # two leases, in which it is renewed
+        while time.monotonic() < until:
+            refusals.append(service.post("long", path).error)
+        answer = read_answer(connection)
+    assert set(refusals) == {"idempotency_key_in_progress"}
+    assert (answer.status, answer.json["generation"]) == (201, 1)
+    assert service.post("long", path).headers["idempotent-replayed"] == "true"

@@ -1,0 +1,330 @@
+"""A cluster whose slots move and whose primaries die; a primary under Sentinel; a replica that lags behind."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+import redis.sentinel
+from redis.backoff import NoBackoff
+from redis.crc import key_slot
+from redis.retry import Retry
+
+from idemredis import Ledger, LedgerUnavailable, NotDurable, Policy, Replay, Reservation, Row, StoredResponse
+from idemredis.keys import identify
+from tests.support.proxy import Proxy
+from tests.support.servers import Server, free_port, valkey
+from tests.support.subject import MakeSubject, Mode
+from tests.support.waiting import wait_until
+
+SLOTS = 16384
+ANSWER = StoredResponse(201, (), b"done")
+SETTLED_WITHIN = 30.0
+
+
+class Cluster:
+    """Three primaries and a replica of each, made with plain client commands."""
+
+    kind = "cluster"
+
+    def __init__(self, stack: ExitStack, directory: Path) -> None:
+        self.nodes: list[Server] = []
+        buses = []
+        for name in "abcdef":
+            buses.append(free_port())
+            words = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1500", "--cluster-port", str(buses[-1])]
+            words += ["--repl-diskless-sync-delay", "0"]
+            self.nodes.append(stack.enter_context(valkey(directory / name, *words)))
+        admins: list[Any] = [stack.enter_context(node.client()) for node in self.nodes]
+        for at, admin in enumerate(admins[:3]):
+            admin.execute_command("CLUSTER", "ADDSLOTSRANGE", SLOTS * at // 3, SLOTS * (at + 1) // 3 - 1)
+        for at, admin in enumerate(admins):
+            admin.execute_command("CLUSTER", "SET-CONFIG-EPOCH", at + 1)
+        for node, bus in zip(self.nodes[1:], buses[1:], strict=True):
+            admins[0].execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        self.ids = [admin.execute_command("CLUSTER", "MYID").decode() for admin in admins]
+        for admin in admins:
+            wait_until(partial(_knows, admin, 6), SETTLED_WITHIN)
+        for admin, of in zip(admins[3:], self.ids, strict=False):
+            wait_until(partial(_replicates, admin, of), SETTLED_WITHIN)
+        for admin in admins:
+            wait_until(partial(_is_ok, admin), SETTLED_WITHIN)
+        for admin in admins[3:]:
+            wait_until(lambda admin=admin: admin.info("replication")["master_link_status"] == "up", SETTLED_WITHIN)  # type: ignore[misc]
+
+    def client(self, **options: Any) -> Any:
+        return redis.RedisCluster(host="127.0.0.1", port=self.nodes[1].port, **options)
+
+    def async_client(self, **options: Any) -> Any:
+        return redis.asyncio.RedisCluster(host="127.0.0.1", port=self.nodes[1].port, **options)
+
+
+def _knows(admin: Any, count: int) -> bool:
+    return int(admin.cluster("INFO")["cluster_known_nodes"]) == count
+
+
+def _replicates(admin: Any, primary: str) -> bool:
+    try:
+        return bool(admin.execute_command("CLUSTER", "REPLICATE", primary))
+    except redis.ResponseError:
+        return False  # it has not heard of it yet
+
+
+def _is_ok(admin: Any) -> bool:
+    return bool(admin.cluster("INFO")["cluster_state"] == "ok")
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(stack, tmp_path)
+
+
+def key_in(slot: int, taken: set[str]) -> str:
+    for i in range(1_000_000):
+        key = f"key-{i}"
+        if key not in taken and key_slot(identify("idem", "acct", key).row.encode()) == slot:
+            taken.add(key)
+            return key
+    raise AssertionError("no key of that slot")
+
+
+def test_claims_go_on_while_their_slot_moves_and_no_key_runs_twice(cluster: Cluster, make_subject: MakeSubject) -> None:
+    """One cluster for both modes: it takes some seconds to make."""
+    modes: tuple[Mode, ...] = ("sync", "async")
+    for turn, mode in enumerate(modes):
+        subject = make_subject(mode, cluster, policy=Policy(lease=3.0), namespace="idem")
+        taken: set[str] = set()
+        slot = 100 + turn
+        there, fresh = key_in(slot, taken), key_in(slot, taken)
+        from_, to = cluster.nodes[0], cluster.nodes[1]
+        with from_.client() as source, to.client() as target:
+            old = subject.claimed("acct", there, "f")
+            target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", cluster.ids[0])
+            source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", cluster.ids[1])
+            new = subject.claimed("acct", fresh, "f")  # ASK: it is made on the target
+            assert target.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) == 1
+            subject.keep(old)
+            subject.keep(new)
+            until = subject.begin("read", "acct", fresh).result(5).lease_until
+            subject.complete(old, ANSWER)
+            source.execute_command("MIGRATE", "127.0.0.1", to.port, "", 0, 5000, "KEYS", old.identity.row)
+            assert subject.claim("acct", there, "f") == Replay(ANSWER, 1, False)
+            wait_until(lambda: subject.read("acct", fresh).lease_until > until)  # type: ignore[union-attr]  # noqa: B023
+            assert new.held
+            subject.complete(new, ANSWER)
+            for admin in (target, source):
+                admin.execute_command("CLUSTER", "SETSLOT", slot, "NODE", cluster.ids[1])
+            for key in (there, fresh):
+                assert subject.claim("acct", key, "f") == Replay(ANSWER, 1, False)
+                assert target.pttl(subject.row("acct", key)) > 0
+
+
+@dataclass
+class Load:
+    """Threads that claim and complete, a new key each time, and note what was acknowledged."""
+
+    ledger: Ledger
+    claimed: dict[str, Reservation] = field(default_factory=dict)
+    completed: set[str] = field(default_factory=set)
+    refused: int = 0
+    stop: threading.Event = field(default_factory=threading.Event)
+    errors: list[BaseException] = field(default_factory=list)
+
+    def run(self, number: int) -> None:
+        turn = 0
+        while not self.stop.is_set():
+            turn += 1
+            key = f"{number}-{turn}"
+            try:
+                outcome = self.ledger.claim("acct", key, "f")
+                assert isinstance(outcome, Reservation), outcome
+                self.claimed[key] = outcome
+                if turn % 3:
+                    self.ledger.complete(outcome, StoredResponse(201, (), key.encode()))
+                    self.completed.add(key)
+            except LedgerUnavailable:
+                self.refused += 1
+                self.stop.wait(0.02)
+            except BaseException as error:
+                self.errors.append(error)
+                return
+
+    def around(self, fault: Callable[[], object], before: int = 60, after: int = 60) -> None:
+        """Run the load, let the fault happen in the middle, and go on until the ledger serves again."""
+        threads = [threading.Thread(target=self.run, args=(number,), daemon=True) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        try:
+            wait_until(lambda: len(self.claimed) >= before or self.errors, SETTLED_WITHIN)
+            fault()
+            had = len(self.completed)
+            wait_until(lambda: len(self.completed) >= had + after or self.errors, SETTLED_WITHIN)
+        finally:
+            self.stop.set()
+            for thread in threads:
+                thread.join(SETTLED_WITHIN)
+        assert not self.errors, self.errors
+
+    def lost(self) -> tuple[int, int]:
+        """Return how many acknowledged claims and completions the server of now does not have."""
+        claims = completions = 0
+        for key, r in list(self.claimed.items()):
+            row = self.read(key)
+            claims += row is None or (row.generation, row.owner) != (r.generation, r.owner)
+            if key in self.completed:
+                completions += row is None or row.response is None or row.response.body != key.encode()
+        return claims, completions
+
+    def read(self, key: str) -> Row | None:
+        """Read the row; a client may still have connections to a node that is gone."""
+        found: list[Row | None] = []
+
+        def answered() -> bool:
+            with suppress(LedgerUnavailable):
+                found.append(self.ledger.read("acct", key))
+            return bool(found)
+
+        wait_until(answered, SETTLED_WITHIN)
+        return found[0]
+
+
+def test_a_cluster_whose_primary_is_killed_serves_again_and_says_what_was_lost(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = cluster.client(socket_timeout=1.0, socket_connect_timeout=1.0)
+    with closing(client), closing(Ledger(client, Policy())) as ledger:
+        load = Load(ledger)
+        load.around(cluster.nodes[0].kill)
+        claims, completions = load.lost()
+    with capsys.disabled():
+        print(
+            f"\ncluster, primary killed: {len(load.claimed)} claims, {len(load.completed)} completions, "
+            f"{load.refused} refused; lost {claims} and {completions} (not promised: no WAIT on a cluster)"
+        )
+
+
+class Sentinels:
+    """A primary, two replicas and three sentinels that agree within a second."""
+
+    def __init__(self, stack: ExitStack, directory: Path) -> None:
+        quick = ("--repl-diskless-sync-delay", "0")
+        self.primary = stack.enter_context(valkey(directory / "primary", *quick))
+        of = ("--replicaof", "127.0.0.1", str(self.primary.port))
+        self.replicas = [stack.enter_context(valkey(directory / f"replica{i}", *quick, *of)) for i in range(2)]
+        with self.primary.client() as client:
+            wait_until(lambda: client.set("probe", 1, px=60_000) and client.wait(2, 500) == 2, SETTLED_WITHIN)
+        self.sentinels = []
+        for i in range(3):
+            conf = directory / f"sentinel{i}.conf"
+            conf.write_text(
+                f"sentinel monitor idem 127.0.0.1 {self.primary.port} 2\n"
+                "sentinel down-after-milliseconds idem 700\nsentinel failover-timeout idem 3000\n"
+            )
+            command = [self.primary.command[0], str(conf), "--sentinel"]
+            self.sentinels.append(Server("sentinel", directory / f"sentinel{i}", command))
+            stack.callback(self.sentinels[-1].stop)
+        for sentinel in self.sentinels:
+            with sentinel.client() as admin:
+                wait_until(partial(_sees_all, admin), SETTLED_WITHIN)
+
+    def client(self) -> Any:
+        made: Any = redis.sentinel.Sentinel
+        found = made([("127.0.0.1", sentinel.port) for sentinel in self.sentinels], socket_timeout=1.0)
+        return found.master_for("idem", socket_timeout=1.0, retry=Retry(NoBackoff(), 0))
+
+    def fail_over(self) -> None:
+        with self.sentinels[0].client() as admin:
+            admin.execute_command("SENTINEL", "FAILOVER", "idem")
+
+
+def _sees_all(admin: Any) -> bool:
+    state = admin.sentinel_master("idem")
+    return int(state["num-slaves"]) == 2 and int(state["num-other-sentinels"]) == 2
+
+
+@pytest.fixture
+def sentinels(tmp_path: Path) -> Iterator[Sentinels]:
+    with ExitStack() as stack:
+        yield Sentinels(stack, tmp_path)
+
+
+@pytest.mark.parametrize("min_replicas", [1, 0])
+def test_a_primary_under_sentinel_is_killed_and_nothing_that_a_replica_has_is_lost(
+    sentinels: Sentinels, min_replicas: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = sentinels.client()
+    policy = Policy(min_replicas=min_replicas, replica_timeout=0.5)
+    with closing(client), closing(Ledger(client, policy)) as ledger:
+        load = Load(ledger)
+        load.around(sentinels.primary.kill)
+        claims, completions = load.lost()
+    with capsys.disabled():
+        print(
+            f"\nsentinel, primary killed, min_replicas={min_replicas}: {len(load.claimed)} claims, "
+            f"{len(load.completed)} completions, {load.refused} refused; lost {claims} and {completions}"
+        )
+    if min_replicas:
+        assert (claims, completions) == (0, 0)
+
+
+def test_a_planned_failover_serves_again_and_says_what_was_lost(
+    sentinels: Sentinels, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = sentinels.client()
+    with closing(client), closing(Ledger(client, Policy(min_replicas=1, replica_timeout=0.5))) as ledger:
+        load = Load(ledger)
+        load.around(sentinels.fail_over, after=2000)
+    client = sentinels.client()
+    with closing(client), closing(Ledger(client, Policy())) as load.ledger:
+        claims, completions = load.lost()
+    with capsys.disabled():
+        print(
+            f"\nsentinel, planned failover, min_replicas=1: {len(load.claimed)} claims, {len(load.completed)} "
+            f"completions, {load.refused} refused; lost {claims} and {completions} (not promised)"
+        )
+
+
+@pytest.mark.parametrize("min_replicas", [1, 0])
+def test_what_a_lagging_replica_does_not_have_was_not_acknowledged(
+    tmp_path: Path, min_replicas: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = ("--repl-diskless-sync-delay", "0")
+    with (
+        valkey(tmp_path / "primary", *quick) as primary,
+        Proxy(primary.port) as lag,
+        valkey(tmp_path / "replica", *quick, "--replicaof", "127.0.0.1", str(lag.port)) as replica,
+        replica.client() as survivor,
+        ExitStack() as stack,
+    ):
+        with primary.client() as client:
+            wait_until(lambda: client.set("probe", 1, px=60_000) and client.wait(1, 500) == 1, SETTLED_WITHIN)
+        policy = Policy(min_replicas=min_replicas, replica_timeout=0.2)
+        ledger = stack.enter_context(closing(Ledger.from_url(primary.url, policy)))
+        acknowledged: list[str] = []
+        for i in range(20):
+            if i == 10:
+                lag.hold()
+            try:
+                outcome = ledger.claim("acct", f"key-{i}", "f")
+                assert isinstance(outcome, Reservation)
+                acknowledged.append(outcome.identity.row)
+                ledger.complete(outcome, ANSWER)
+            except NotDurable:
+                pass
+        primary.kill()
+        survivor.replicaof("NO", "ONE")
+        lag.hold(False)
+        lost = [row for row in acknowledged if not survivor.exists(row)]
+        with capsys.disabled():
+            print(f"\nlagging replica, min_replicas={min_replicas}: {len(acknowledged)} claims, lost {len(lost)}")
+        assert len(acknowledged) == (10 if min_replicas else 20)
+        assert (len(lost) == 0) if min_replicas else (len(lost) >= 10)
