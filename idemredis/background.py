@@ -120,9 +120,10 @@ class _Agenda:
 class Background:
     """Runs the flows in one daemon thread: started when there is something to do, and anew after a fork."""
 
-    def __init__(self, run: Callable[[Sequence[Call[Any]]], list[Answer]], tell: Told) -> None:
+    def __init__(self, run: Callable[[Sequence[Call[Any]]], list[Answer]], tell: Told, name: str) -> None:
         self._run = run
         self._tell = tell
+        self._name = name
         self.forget()
         _backgrounds.add(self)
 
@@ -148,7 +149,7 @@ class Background:
                 due = time.monotonic() + first.seconds
                 self._agenda.put(job, due)
                 if self._thread is None:
-                    self._thread = threading.Thread(target=self._loop, name="idemredis", daemon=True)
+                    self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
                     self._thread.start()
                 elif due < self._wakes_at:
                     self._changed.notify()
@@ -211,9 +212,10 @@ class Background:
 class AsyncBackground:
     """Runs the flows in one task an event loop: started when there is something to do, gone when there is not."""
 
-    def __init__(self, run: Callable[[Sequence[Call[Any]]], Awaitable[list[Answer]]], tell: Told) -> None:
+    def __init__(self, run: Callable[[Sequence[Call[Any]]], Awaitable[list[Answer]]], tell: Told, name: str) -> None:
         self._run = run
         self._tell = tell
+        self._name = name
         self._runners: dict[asyncio.AbstractEventLoop, _Runner] = {}
 
     def begin(self, later: Later, hold: Hold | None = None) -> None:
@@ -228,7 +230,7 @@ class AsyncBackground:
             for ended in [other for other in self._runners if other.is_closed()]:
                 del self._runners[ended]
             runner = self._runners[loop] = _Runner(self._run, self._tell)
-            runner.task = loop.create_task(self._until_idle(loop, runner))
+            runner.task = loop.create_task(self._until_idle(loop, runner), name=self._name)
         if runner.agenda.has_room(job):
             runner.agenda.count_in(job)
             runner.put(job, time.monotonic() + first.seconds)

@@ -38,7 +38,7 @@ class _Base(Generic[C]):
 
     _client_for: Callable[[str, float], C]
     _check_client: Callable[[object], None]
-    _make_background: Callable[[Any, Teller], Any]
+    _make_background: Callable[[Any, Teller, str], Any]
     _run_all: Any
 
     def __init__(
@@ -60,7 +60,7 @@ class _Base(Generic[C]):
         self.namespace = namespace
         self._scripts = load() if scripts is None else scripts
         self._tell = Teller(observers, log_keys)
-        self._background = self._make_background(self._run_all, self._tell)
+        self._background = self._make_background(self._run_all, self._tell, f"idemredis {namespace}")
         self._check_replicas()
 
     @classmethod

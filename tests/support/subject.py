@@ -175,9 +175,9 @@ class Subject:
         return left
 
     def at_work(self) -> int:
-        """Return how many threads (of all ledgers) or tasks (of this one's loop) work in the background."""
+        """Return how many threads (of this namespace) or tasks (of this loop) work in the background."""
         if self._loop is None:
-            return sum(thread.name == "idemredis" for thread in threading.enumerate())
+            return sum(thread.name == f"idemredis {self.namespace}" for thread in threading.enumerate())
         return self._loop.run(_other_tasks())
 
     def _do(self, method: str, *args: Any, **kwargs: Any) -> Any:

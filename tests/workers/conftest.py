@@ -45,12 +45,15 @@ class Worker:
         self._runner = asyncio.Runner() if mode == "async" else None
         rest: dict[str, Any] = {"policy": policy, "namespace": namespace, "observers": [self._note], "scripts": scripts}
         self.ledger: Any
+        self._own: Any = None
         if url is not None:
             self.ledger = (Ledger if mode == "sync" else AsyncLedger).from_url(url, **rest)
         elif mode == "sync":
-            self.ledger = Ledger(server.client(), **rest)
+            self._own = server.client()
+            self.ledger = Ledger(self._own, **rest)
         else:
-            self.ledger = AsyncLedger(server.async_client(), **rest)
+            self._own = server.async_client()
+            self.ledger = AsyncLedger(self._own, **rest)
 
     def reserve(self, work: Callable[[Reserved], object], *args: Any, **settings: Any) -> None:
         """Run `work` in a `reserve` block; what it returns, if anything, is awaited in an async one."""
@@ -98,7 +101,8 @@ class Worker:
 
     def close(self) -> None:
         self.do("close")
-        self.result(self.ledger.client.close() if self.mode == "sync" else self.ledger.client.aclose())
+        if self._own is not None:
+            self.result(self._own.close() if self.mode == "sync" else self._own.aclose())
         if self._runner is not None:
             self._runner.close()
         self.looking.close()

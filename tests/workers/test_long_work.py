@@ -56,7 +56,7 @@ def test_no_lease_of_500_held_at_once_is_missed_and_one_thread_renews_them(
         until = time.monotonic() + FOR
         while time.monotonic() < until:
             assert all(r.held for r in held)
-            assert [thread.name for thread in threading.enumerate()].count("idemredis") == 1
+            assert [thread.name for thread in threading.enumerate()].count(f"idemredis {namespace}") == 1
             time.sleep(0.02)
         rows = [ledger.read("worker", f"k{i}") for i in range(HELD)]
     assert all(row is not None and row.generation == 1 and row.status == "pending" for row in rows)
