@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -68,7 +67,6 @@ class Shop:
         self.ledger.close()
 
     def __enter__(self) -> Self:
-        logging.getLogger("idemredis").setLevel(logging.WARNING)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
