@@ -13,7 +13,7 @@ A flow yields a step and is sent its result, or has its exception thrown in:
 from __future__ import annotations
 
 import random
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from . import operations
@@ -174,18 +174,8 @@ def fail(r: Reservation, response: StoredResponse, policy: Policy) -> Flow[None]
 
 def release(r: Reservation, policy: Policy) -> Flow[None]:
     """Give the row up now, or in the background as soon as Redis can be reached; after the lease it is stale anyway."""
-    r.hold.ended = True
     call = operations.release(r.identity, r.generation, r.owner, policy.retention)
-    try:
-        outcome = yield from _ask(call)
-    except BaseException as error:
-        if not isinstance(error, CorruptRow):
-            yield _disown(r.identity, r.generation, r.owner, r.hold.lease, policy)
-        if isinstance(error, LedgerUnavailable):
-            yield Tell("unavailable", r.identity, r.generation)
-        raise
-    yield from _unless_fenced(r, outcome)
-    yield Tell("released", r.identity, r.generation)
+    return _end(r, call, "released", lambda: _disown(r.identity, r.generation, r.owner, r.hold.lease, policy))
 
 
 def leave(r: Reservation, for_review: bool) -> Flow[None]:
@@ -251,19 +241,24 @@ def _ask(call: Call[T]) -> Flow[T]:
 
 
 def _finish(r: Reservation, response: StoredResponse, call: Call[Done | Fenced], event: EventName) -> Flow[None]:
+    yield from _end(r, call, event, lambda: Later(_until_stored(r, call, event), len(response.body)))
+    if response.omitted:
+        yield Tell("not_stored", r.identity, r.generation)
+
+
+def _end(r: Reservation, call: Call[Done | Fenced], event: EventName, later: Callable[[], Later]) -> Flow[None]:
+    """End the attempt by this call; what keeps it from being answered, the background goes on with `later`."""
     r.hold.ended = True
     try:
         outcome = yield from _ask(call)
     except BaseException as error:
         if not isinstance(error, CorruptRow):
-            yield Later(_until_stored(r, call, event), len(response.body))
+            yield later()
         if isinstance(error, LedgerUnavailable):
             yield Tell("unavailable", r.identity, r.generation)
         raise
     yield from _unless_fenced(r, outcome)
     yield Tell(event, r.identity, r.generation)
-    if response.omitted:
-        yield Tell("not_stored", r.identity, r.generation)
 
 
 def _extend(r: Reservation, call: Call[Renewed | Fenced]) -> Flow[None]:

@@ -8,17 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from flask import Flask, request
 
@@ -26,53 +23,33 @@ from idemredis import Ledger, Policy, Reservation, StoredResponse
 from idemredis.flask import Idempotency, current_reservation
 from idemredis.flows import Outcome
 from tests.support.processes import die_with
-from tests.support.waiting import wait_until
-from tests.web.serving import Answer, read_answer
+from tests.web.serving import Answer, OnSocket, read_answer
 
 __all__ = ["Gunicorn"]
 
-ROOT = Path(__file__).parents[2]
 
-
-class Gunicorn:
+class Gunicorn(OnSocket):
     """A service of two workers on a unix socket."""
 
     def __init__(self, url: str, namespace: str, worker: str = "sync", **settings: Any) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="faults"))
-        self.address = str(self.folder / "s")
-        self._notes = self.folder / "notes"
-        self._log = self.folder / "log"
+        folder = Path(tempfile.mkdtemp(prefix="faults"))
+        self._notes = folder / "notes"
         self._loads = 1 if settings.get("preload") else 2
-        given = {"address": self.address, "parent": os.getpid(), "url": url, "namespace": namespace, "worker": worker}
+        given = {
+            "address": str(folder / "s"),
+            "parent": os.getpid(),
+            "url": url,
+            "namespace": namespace,
+            "worker": worker,
+        }
         patched = ["-m", "gevent.monkey", "--module"] if worker == "gevent" else ["-m"]  # before anything is imported
         text = json.dumps(given | {"notes": str(self._notes)} | settings)
-        words = [sys.executable, *patched, "tests.faults.serving", text]
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
-        try:
-            wait_until(self._is_up, 20.0)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
+        super().__init__([sys.executable, *patched, "tests.faults.serving", text], folder)
 
     def notes(self, key: str) -> list[str]:
         """Return what was noted of the key: "begun" and "done" of each run, and where it died."""
         lines = self._notes.read_text().splitlines() if self._notes.exists() else []
         return [line.split(" ", 1)[1] for line in lines if line.split(" ", 1)[0] == key]
-
-    def connect(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(20.0)
-        try:
-            connection.connect(self.address)
-        except OSError:
-            connection.close()
-            raise
-        return connection
 
     def send(self, key: str, path: str = "/charges", body: bytes = b"{}") -> socket.socket:
         """Send a request and return the connection, to read the answer from."""
@@ -85,23 +62,7 @@ class Gunicorn:
         with self.send(key, path) as connection:
             return read_answer(connection)
 
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(10.0)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def _is_up(self) -> bool:
+    def is_up(self) -> bool:
         if self.process.poll() is not None:
             raise RuntimeError(f"gunicorn did not start: {self.log[-2000:]}")
         if len(self.notes("worker")) < self._loads:

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +22,7 @@ from typing import Any, NamedTuple, Self
 
 from tests.support.waiting import wait_until
 
-__all__ = ["KINDS", "Answer", "Served"]
+__all__ = ["KINDS", "Answer", "OnSocket", "Served"]
 
 KINDS = ("gunicorn-sync", "gunicorn-gthread", "waitress", "werkzeug", "gevent")
 ROOT = Path(__file__).parents[2]
@@ -44,37 +45,31 @@ class Answer(NamedTuple):
         return self.json.get("error") if self.headers.get("content-type") == "application/json" else None
 
 
-class Served:
-    """The shop of `tests.web.shop` behind a server of that kind, on a unix socket."""
+class OnSocket(ABC):
+    """A server of its own process, on a unix socket in a folder of its own."""
 
-    def __init__(self, kind: str, url: str, namespace: str = "served") -> None:
-        self.kind = kind
-        self.namespace = namespace
-        self.folder = Path(tempfile.mkdtemp(prefix="web"))  # pytest's own are too long for a socket's name
-        self.address = str(self.folder / "s")
-        self._runs = self.folder / "runs"
-        self._log = self.folder / "log"
-        words = [kind, self.address, str(os.getpid()), url, namespace, str(self._runs)]
+    def __init__(self, words: list[str], folder: Path) -> None:
+        self.folder = folder
+        self._log = folder / "log"
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.web.serving", *words], cwd=ROOT, stdout=log, stderr=log
-            )
+            self.process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
         try:
-            wait_until(self._is_up, 20.0)
+            wait_until(self.is_up, 20.0)
         except BaseException:
             self.close()
             raise
 
     @property
+    def address(self) -> str:
+        return str(self.folder / "s")
+
+    @property
     def log(self) -> str:
-        return self._log.read_text()
+        return self._log.read_text(errors="replace")
 
-    def runs(self) -> list[str]:
-        """Return the keys of the views that ran, in order."""
-        return self._runs.read_text().splitlines() if self._runs.exists() else []
-
-    def forget_runs(self) -> None:
-        self._runs.unlink(missing_ok=True)
+    @abstractmethod
+    def is_up(self) -> bool:
+        """Whether it answers; raises where its process has ended."""
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
@@ -85,6 +80,41 @@ class Served:
             connection.close()
             raise
         return connection
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10.0)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class Served(OnSocket):
+    """The shop of `tests.web.shop` behind a server of that kind, on a unix socket."""
+
+    def __init__(self, kind: str, url: str, namespace: str = "served") -> None:
+        self.kind = kind
+        self.namespace = namespace
+        folder = Path(tempfile.mkdtemp(prefix="web"))  # pytest's own are too long for a socket's name
+        self._runs = folder / "runs"
+        words = [kind, str(folder / "s"), str(os.getpid()), url, namespace, str(self._runs)]
+        super().__init__([sys.executable, "-m", "tests.web.serving", *words], folder)
+
+    def runs(self) -> list[str]:
+        """Return the keys of the views that ran, in order."""
+        return self._runs.read_text().splitlines() if self._runs.exists() else []
+
+    def forget_runs(self) -> None:
+        self._runs.unlink(missing_ok=True)
 
     def exchange(self, head: str, body: bytes = b"", *, half_close: bool = False) -> Answer:
         """Send exactly these bytes (lines ended by a bare newline get theirs), and read one answer."""
@@ -97,24 +127,8 @@ class Served:
                     connection.shutdown(socket.SHUT_WR)
             return read_answer(connection)
 
-    def close(self) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait(10.0)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def _is_up(self) -> bool:
-        if self._process.poll() is not None:
+    def is_up(self) -> bool:
+        if self.process.poll() is not None:
             raise RuntimeError(f"{self.kind} did not start: {self.log[-2000:]}")
         with suppress(OSError):
             return self.exchange("GET /up HTTP/1.1").status == 200
