@@ -28,6 +28,7 @@ logger = logging.getLogger("idemredis")
 
 Answer: TypeAlias = Any  # what a call gave: its outcome, or the exception it raised
 Told: TypeAlias = Callable[[Tell], None]
+Beat: TypeAlias = Callable[[], Flow[None]]  # makes a heartbeat's flow
 
 TOGETHER = 0.05
 """Seconds by which a flow may go on early, so that many leases are renewed in one round trip."""
@@ -44,7 +45,7 @@ EXIT_WITHIN = 2.0
 
 
 class _Job:
-    """A flow under way. A heartbeat has the hold that it keeps; anything else counts against the bounds."""
+    """A flow under way. A heartbeat has the hold that it renews; anything else counts against the bounds."""
 
     __slots__ = ("flow", "hold", "size")
 
@@ -71,22 +72,21 @@ class _Job:
 
 
 class _Agenda:
-    """Which flow goes on when. Its runner keeps threads out of each other's way."""
+    """Which flow goes on when. Its runner keeps threads out of each other's way; only a hold that ends does not ask."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, int, _Job]] = []
         self._ties = count()
-        self._sweep_at = 1024
+        self._kept: dict[Hold, Beat] = {}  # before their first beat, which most attempts do not live to see
         self._flows = 0
         self._bytes = 0
 
     def has_room(self, job: _Job) -> bool:
-        return job.hold is not None or (self._flows < MOST_FLOWS and self._bytes + job.size <= MOST_BYTES)
+        return self._flows < MOST_FLOWS and self._bytes + job.size <= MOST_BYTES
 
     def count_in(self, job: _Job) -> None:
-        if job.hold is None:
-            self._flows += 1
-            self._bytes += job.size
+        self._flows += 1
+        self._bytes += job.size
 
     def count_out(self, job: _Job) -> None:
         if job.hold is None:
@@ -95,25 +95,33 @@ class _Agenda:
 
     def put(self, job: _Job, due: float) -> None:
         heapq.heappush(self._waiting, (due, next(self._ties), job))
-        if len(self._waiting) > self._sweep_at:  # finished reservations leave their heartbeats behind
-            self._waiting = [entry for entry in self._waiting if entry[2].hold is None or not entry[2].hold.ended]
-            heapq.heapify(self._waiting)
-            self._sweep_at = max(1024, 2 * len(self._waiting))
+
+    def keep(self, hold: Hold, beat: Beat) -> None:
+        hold.kept = self._kept
+        self._kept[hold] = beat
 
     def due_at(self) -> float | None:
-        return self._waiting[0][0] if self._waiting else None
+        first = [self._waiting[0][0]] if self._waiting else []
+        return min(first + [hold.beats_at() for hold in self._kept.copy()], default=None)
 
     def take(self, now: float) -> list[_Job]:
         """Take out what is due, or so soon that it can go along."""
         jobs = []
         while self._waiting and self._waiting[0][0] <= now + TOGETHER:
             jobs.append(heapq.heappop(self._waiting)[2])
+        for hold, beat in self._kept.copy().items():
+            if hold.beats_at() <= now + TOGETHER:
+                self._kept.pop(hold, None)
+                flow = beat()
+                next(flow)  # to its first Sleep, which is over
+                jobs.append(_Job(flow, hold, 0))
         return jobs
 
     def clear(self) -> list[_Job]:
         """Take everything out and return what must still be stored or released."""
         jobs = [job for _, _, job in sorted(self._waiting) if job.hold is None]
         self._waiting.clear()
+        self._kept.clear()
         return jobs
 
 
@@ -137,9 +145,9 @@ class Background:
         self._wakes_at = 0.0
         self._closing = False
 
-    def begin(self, later: Later, hold: Hold | None = None) -> None:
+    def begin(self, later: Later) -> None:
         """Take a flow on; where there is no room for it, have it say so and end."""
-        job = _Job(later.flow, hold, later.size)
+        job = _Job(later.flow, None, later.size)
         first = job.go_on(None, self._tell)
         if not isinstance(first, Sleep):
             return
@@ -148,13 +156,15 @@ class Background:
                 self._agenda.count_in(job)
                 due = time.monotonic() + first.seconds
                 self._agenda.put(job, due)
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-                    self._thread.start()
-                elif due < self._wakes_at:
-                    self._changed.notify()
+                self._wake_by(due)
         if not room:
             job.go_on(GivenUp(), self._tell)
+
+    def keep(self, hold: Hold, beat: Beat) -> None:
+        """Begin a heartbeat when its first beat is due, unless the hold has ended by then."""
+        with self._lock:
+            self._agenda.keep(hold, beat)
+            self._wake_by(hold.beats_at())
 
     def close(self, seconds: float = EXIT_WITHIN) -> None:
         """End the thread; try what is still to be stored once more, for about `seconds`, and tell what is lost."""
@@ -174,6 +184,13 @@ class Background:
                 job.go_on(self._run([call])[0], self._tell)
             job.go_on(GivenUp(), self._tell)
             self._agenda.count_out(job)
+
+    def _wake_by(self, due: float) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            self._thread.start()
+        elif due < self._wakes_at:
+            self._changed.notify()
 
     def _loop(self) -> None:
         while True:
@@ -218,24 +235,22 @@ class AsyncBackground:
         self._name = name
         self._runners: dict[asyncio.AbstractEventLoop, _Runner] = {}
 
-    def begin(self, later: Later, hold: Hold | None = None) -> None:
+    def begin(self, later: Later) -> None:
         """Take a flow on; where there is no room for it, have it say so and end."""
-        job = _Job(later.flow, hold, later.size)
+        job = _Job(later.flow, None, later.size)
         first = job.go_on(None, self._tell)
         if not isinstance(first, Sleep):
             return
-        loop = asyncio.get_running_loop()
-        runner = self._runners.get(loop)
-        if runner is None:
-            for ended in [other for other in self._runners if other.is_closed()]:
-                del self._runners[ended]
-            runner = self._runners[loop] = _Runner(self._run, self._tell)
-            runner.task = loop.create_task(self._until_idle(loop, runner), name=self._name)
+        runner = self._runner()
         if runner.agenda.has_room(job):
             runner.agenda.count_in(job)
             runner.put(job, time.monotonic() + first.seconds)
         else:
             job.go_on(GivenUp(), self._tell)
+
+    def keep(self, hold: Hold, beat: Beat) -> None:
+        """Begin a heartbeat when its first beat is due, unless the hold has ended by then."""
+        self._runner().keep(hold, beat)
 
     async def close(self) -> None:
         """End this loop's task; it tries what is still to be stored once more, and tells what is lost."""
@@ -243,6 +258,16 @@ class AsyncBackground:
         if runner is not None and runner.task is not None:
             runner.task.cancel()
             await asyncio.wait([runner.task])
+
+    def _runner(self) -> _Runner:
+        loop = asyncio.get_running_loop()
+        runner = self._runners.get(loop)
+        if runner is None:
+            for ended in [other for other in self._runners if other.is_closed()]:
+                del self._runners[ended]
+            runner = self._runners[loop] = _Runner(self._run, self._tell)
+            runner.task = loop.create_task(self._until_idle(loop, runner), name=self._name)
+        return runner
 
     async def _until_idle(self, loop: asyncio.AbstractEventLoop, runner: _Runner) -> None:
         try:
@@ -265,6 +290,13 @@ class _Runner:
 
     def put(self, job: _Job, due: float) -> None:
         self.agenda.put(job, due)
+        self._wake_by(due)
+
+    def keep(self, hold: Hold, beat: Beat) -> None:
+        self.agenda.keep(hold, beat)
+        self._wake_by(hold.beats_at())
+
+    def _wake_by(self, due: float) -> None:
         if due < self._wakes_at:
             self._changed.set()
 

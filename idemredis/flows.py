@@ -180,7 +180,7 @@ def release(r: Reservation, policy: Policy) -> Flow[None]:
 
 def leave(r: Reservation, for_review: bool) -> Flow[None]:
     """Leave the row pending until its lease ends."""
-    r.hold.ended = True
+    r.hold.end()
     if for_review:
         yield Tell("held_for_review", r.identity, r.generation)
 
@@ -202,23 +202,22 @@ def read(identity: Identity) -> Flow[Row | None]:
 
 
 def heartbeat(r: Reservation, policy: Policy) -> Flow[None]:
-    """Renew the lease at a third of it, until the hold ends or has lasted for `max_hold`. Runs in the background."""
-    third = r.hold.lease / 3
+    """Renew the lease now and at each third of it, until the hold ends or has lasted for `max_hold`."""
     began = r.hold.until - r.hold.lease
-    while True:
-        now = yield Sleep(third)
-        if r.hold.ended or now - began >= policy.max_hold:
-            return
+    now = yield Sleep(0.0)
+    while not r.hold.ended and now - began < policy.max_hold:
         try:
             outcome = yield from _ask(operations.renew(r, policy.retention))
         except LedgerUnavailable:
-            continue  # the next beat asks again; meanwhile `held` turns false by itself
-        if r.hold.ended:
-            return  # completed while the renewal was under way: what it says is about a finished row
-        if isinstance(outcome, Fenced):
-            yield from _fenced(r)
-            return
-        r.hold.until = outcome.until
+            pass  # the next beat asks again; meanwhile `held` turns false by itself
+        else:
+            if r.hold.ended:
+                return  # completed while the renewal was under way: what it says is about a finished row
+            if isinstance(outcome, Fenced):
+                yield from _fenced(r)
+                return
+            r.hold.until = outcome.until
+        now = yield Sleep(r.hold.lease / 3)
 
 
 def _ask(call: Call[T]) -> Flow[T]:
@@ -248,7 +247,7 @@ def _finish(r: Reservation, response: StoredResponse, call: Call[Done | Fenced],
 
 def _end(r: Reservation, call: Call[Done | Fenced], event: EventName, later: Callable[[], Later]) -> Flow[None]:
     """End the attempt by this call; what keeps it from being answered, the background goes on with `later`."""
-    r.hold.ended = True
+    r.hold.end()
     try:
         outcome = yield from _ask(call)
     except BaseException as error:
@@ -284,8 +283,8 @@ def _leaves_unknown(error: BaseException) -> bool:
 
 def _fenced(r: Reservation) -> Flow[None]:
     """Tell it once an attempt, whether the heartbeat or the completion finds out first."""
-    told = r.hold.fenced
-    r.hold.ended = r.hold.fenced = True
+    told, r.hold.fenced = r.hold.fenced, True
+    r.hold.end()
     if not told:
         yield Tell("fenced", r.identity, r.generation)
 

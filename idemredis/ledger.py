@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Generic, Self, TypeVar
 
@@ -241,7 +242,7 @@ class Ledger(_Base[Client]):
         One thread does so for all reservations of the ledger. Nothing happens where the policy has no heartbeat.
         """
         if self.policy.heartbeat:
-            self._background.begin(Later(flows.heartbeat(r, self.policy), 0), r.hold)
+            self._background.keep(r.hold, partial(flows.heartbeat, r, self.policy))
 
     def checkpoint(self, r: Reservation, name: str, data: object = None) -> None:
         """Note how far the work got, for whoever takes over, and extend the lease.
@@ -416,7 +417,7 @@ class AsyncLedger(_Base[AsyncClient]):
     async def keep(self, r: Reservation) -> None:
         """See `Ledger.keep`. One task an event loop does so."""
         if self.policy.heartbeat:
-            self._background.begin(Later(flows.heartbeat(r, self.policy), 0), r.hold)
+            self._background.keep(r.hold, partial(flows.heartbeat, r, self.policy))
 
     async def checkpoint(self, r: Reservation, name: str, data: object = None) -> None:
         """See `Ledger.checkpoint`."""

