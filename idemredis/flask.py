@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 from flask import Blueprint, Flask, Request, Response, after_this_request, current_app, request
 from werkzeug.datastructures import Headers
@@ -46,6 +46,9 @@ from .wsgi import (
     rewind_input,
 )
 
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication
+
 __all__ = ["Attempt", "Idempotency", "current_reservation"]
 
 logger = logging.getLogger("idemredis")
@@ -57,6 +60,10 @@ _EXTENSION = "idemredis"
 _SETTLEMENT = "idemredis.settlement"
 _OPTIONS = "__idemredis_options__"
 _EXEMPT = "__idemredis_exempt__"
+
+# The objects themselves: each look through a proxy costs a microsecond.
+_app: Callable[[], Flask] = current_app._get_current_object  # type: ignore[attr-defined]
+_request: Callable[[], Request] = request._get_current_object  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +137,7 @@ class Idempotency:
         state = _State(self, self._make_ledger(settings), settings)
         if before is None:
             app.teardown_request(_tear_down)  # refused by Flask once the application has served a request
-            app.before_request_funcs.setdefault(None, []).insert(0, _record_body)
+            app.wsgi_app = functools.partial(_record_body, app, app.wsgi_app)  # type: ignore[method-assign]
         app.extensions[_EXTENSION] = state
         if settings.protect_all and not (before and before.settings.protect_all):
             app.dispatch_request = functools.partial(_dispatch, app.dispatch_request)  # type: ignore[method-assign]
@@ -357,13 +364,13 @@ def _mark_unprotected(response: Response) -> Response:
     return response
 
 
-def _record_body() -> None:
-    """Before any other function of the application: something may read the body before the claim."""
-    recorded = _request()
-    if "HTTP_IDEMPOTENCY_KEY" in recorded.environ:
-        state: _State = _app().extensions[_EXTENSION]
-        if recorded.method in state.settings.methods:
-            record_input(recorded.environ)
+def _record_body(app: Flask, wsgi_app: WSGIApplication, environ: Environ, start_response: StartResponse) -> Any:
+    """Before anything of the application: something may read the body before the claim."""
+    if "HTTP_IDEMPOTENCY_KEY" in environ:
+        state: _State = app.extensions[_EXTENSION]
+        if environ["REQUEST_METHOD"].upper() in state.settings.methods:
+            record_input(environ)
+    return wsgi_app(environ, start_response)
 
 
 def _tear_down(error: BaseException | None) -> None:
@@ -384,16 +391,6 @@ def _forget(environ: Environ) -> None:
     """Leave nothing behind: a middleware that runs the same request again has it claimed again."""
     environ.pop(_SETTLEMENT, None)
     close_input(environ)
-
-
-def _app() -> Flask:
-    """The application itself: each look through the proxy costs a microsecond."""
-    return current_app._get_current_object()  # type: ignore[attr-defined, no-any-return]
-
-
-def _request() -> Request:
-    """The request itself, not the proxy."""
-    return request._get_current_object()  # type: ignore[attr-defined, no-any-return]
 
 
 def _dispatch(dispatch: Callable[..., Any], *args: Any) -> Any:

@@ -311,9 +311,9 @@ class Ledger(_Base[Client]):
         sent = time.monotonic()
         try:
             try:
-                reply = self.client.execute_command("EVALSHA", script.sha, 1, call.row, *call.args, NEVER_DECODE=True)
+                reply = self._client.execute_command("EVALSHA", script.sha, 1, call.row, *call.args, NEVER_DECODE=True)
             except NoScriptError:
-                reply = self.client.execute_command("EVAL", script.text, 1, call.row, *call.args, NEVER_DECODE=True)
+                reply = self._client.execute_command("EVAL", script.text, 1, call.row, *call.args, NEVER_DECODE=True)
         except ERRORS as error:
             unserved = clients.ours(error, time.monotonic() - sent)
             self._tell.timed(call.script, sent, unserved)
@@ -324,10 +324,10 @@ class Ledger(_Base[Client]):
 
     def _run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Run calls that have nothing to do with each other, in one round trip; errors come back as answers."""
-        if not clients.is_cluster(self.client):
-            return self._run_together(self.client, calls)
+        if not clients.is_cluster(self._client):
+            return self._run_together(self._client, calls)
         answers: dict[int, Any] = {}
-        for client, places in clients.nodes(self.client, calls):  # a cluster's own pipeline refuses EVALSHA
+        for client, places in clients.nodes(self._client, calls):  # a cluster's own pipeline refuses EVALSHA
             answers |= zip(places, self._run_together(client, [calls[i] for i in places]), strict=True)
         return [
             clients.attempt(self._run, call) if i not in answers or clients.was_redirected(answers[i]) else answers[i]
@@ -354,7 +354,7 @@ class Ledger(_Base[Client]):
     def _read(self, command: Command[T]) -> T:
         sent = time.monotonic()
         try:
-            return command.decode(self.client.execute_command(*command.words, NEVER_DECODE=True))
+            return command.decode(self._client.execute_command(*command.words, NEVER_DECODE=True))
         except ERRORS as error:
             raise clients.ours(error, time.monotonic() - sent) from error
 

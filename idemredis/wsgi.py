@@ -133,9 +133,9 @@ def rewind_input(environ: Environ) -> None:
 def close_input(environ: Environ) -> None:
     """Close what `record_input` or `hand_on_body` put in the place of the server's own."""
     body = environ.get("wsgi.input")
-    if isinstance(body, _Recorder):
+    if type(body) is _Recorder:
         body.stop()
-    elif isinstance(body, SpooledTemporaryFile):
+    elif type(body) is SpooledTemporaryFile:
         body.close()
 
 
