@@ -210,7 +210,7 @@ def test_a_protected_request_costs_two_commands_and_its_replay_one(app: Flask, c
         ("GET", "/protected", None, 14),
         ("POST", "/plain", None, 10),
         ("POST", "/plain", KEY, 18),
-        ("POST", "/protected", KEY, 140),
+        ("POST", "/protected", KEY, 160),
     ],
 )
 def test_the_extension_enters_few_python_functions_a_request(
