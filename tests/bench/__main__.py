@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -23,7 +25,7 @@ SECTIONS: Mapping[str, tuple[Callable[[Server], Iterable[Figure]], ...]] = {
     "process": (process.imports, process.uploads, process.heartbeats),
     "server": (rows.server_cpu, rows.hot_key),
     "memory": (rows.memory,),
-    "scale": (rows.many_rows, rows.cluster),
+    "scale": (rows.many_rows, rows.cluster, rows.io_threads),
     "peers": (peers.peers,),
 }
 
@@ -54,7 +56,13 @@ def main() -> int:
 
     kept = json.loads(options.json.read_text()) if options.json.exists() else {}
     kept |= {name: [dataclasses.asdict(figure) for figure in figures] for name, figures in measured.items()}
-    kept["machine"] = {"python": platform.python_version(), "system": platform.platform(), "server": options.server}
+    kept["machine"] = {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "cores": os.cpu_count(),
+        "server": options.server,
+        "hiredis": importlib.util.find_spec("hiredis") is not None,
+    }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(kept, indent=1, ensure_ascii=False) + "\n")
     missed = [figure for figures in measured.values() for figure in figures if figure.missed]
