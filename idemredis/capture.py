@@ -146,7 +146,7 @@ class Settlement:
         page = cast(Response, InternalServerError().get_response())
         match self.attempt.outcome or self._on_error:
             case "store":
-                self._keep(page.status_code, page.headers.items(), page.get_data())
+                self._keep(page.status_code, page.headers, page.get_data())
             case "omit":
                 self._store(StoredResponse(page.status_code, omitted="not_wanted"))
             case outcome:
@@ -164,26 +164,26 @@ class Settlement:
         self._settle_by(functools.partial(self._ledger.leave, for_review=True))
 
     def _capture(self, response: Response) -> None:
-        limit = self._ledger.policy.max_body
-        if response.status_code in NULL_BODY_STATUSES:
-            self._keep(response.status_code, response.headers.items(), b"")
+        status, limit = response.status_code, self._ledger.policy.max_body
+        if status in NULL_BODY_STATUSES:
+            self._keep(status, response.headers, b"")
         elif response.is_sequence:
             pieces = list(response.iter_encoded())
             if sum(map(len, pieces)) <= limit:
-                self._keep(response.status_code, response.headers.items(), b"".join(pieces))
+                self._keep(status, response.headers, b"".join(pieces))
             else:
-                self._omit(response.status_code, "too_large")
+                self._omit(status, "too_large")
         elif response.content_length is None:
             self._collect(response, limit)
         elif response.content_length <= limit:
             self._capture_short(response, response.content_length)
         else:
-            self._omit(response.status_code, "too_large")
+            self._omit(status, "too_large")
 
     def _collect(self, response: Response, limit: int) -> None:
         """Collect a stream while it is sent; its headers are those of now, before `after_request` functions."""
         self._streaming = True
-        status, headers = response.status_code, tuple(response.headers.items())
+        status, headers = response.status_code, tuple(response.headers)
         response.response = _Collected(
             response.response,
             limit,
@@ -216,7 +216,7 @@ class Settlement:
         response.response = pieces
         if close is not None:
             close()
-        self._keep(response.status_code, response.headers.items(), b"".join(pieces))
+        self._keep(response.status_code, response.headers, b"".join(pieces))
 
     def _keep(self, status: int, headers: Iterable[tuple[str, str]], body: bytes) -> None:
         try:

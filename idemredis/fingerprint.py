@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,20 +39,20 @@ def fingerprint_request(
     """
     if not isinstance(body, (bytes, bytearray, memoryview)):
         raise TypeError(f"a body must be bytes, not {type(body).__name__}; encode it as it was sent")
-    digest = begin_fingerprint(method, target, headers, allow=allow)
+    values = {name.lower(): value for name, value in headers.items()}
+    digest = begin_fingerprint(method, target, [(name, values.get(name.lower(), "")) for name in allow])
     digest.update(body)
     return digest.hexdigest()
 
 
-def begin_fingerprint(
-    method: str, target: str, headers: Mapping[str, str], *, allow: Sequence[str] = FINGERPRINT_HEADERS
-) -> _Hash:
-    """Return the hash of everything before the body, so that a large body can be hashed as it passes."""
-    values = {name.lower(): value for name, value in headers.items()}
-    lines = "\n".join(f"{name}:{values.get(name, '')}" for name in map(str.lower, allow))
+def begin_fingerprint(method: str, target: str, headers: Iterable[tuple[str, str]]) -> _Hash:
+    """Return the hash of everything before the body, so that a large body can be hashed as it passes.
+
+    `headers` are all that count, in their order, an absent one with an empty value.
+    """
+    lines = "\n".join([f"{name.lower()}:{value}" for name, value in headers])
     digest = hashlib.sha256(f"{method.upper()}\n{target}\n".encode("utf-8", "surrogateescape"))
-    digest.update(lines.encode("latin-1"))
-    digest.update(b"\n")
+    digest.update(f"{lines}\n".encode("latin-1"))
     return digest
 
 

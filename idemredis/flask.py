@@ -316,8 +316,7 @@ def _fingerprint(settings: Settings, options: _Options, request: Request) -> str
     digest = begin_fingerprint(
         request.method,
         raw_target(environ),
-        {name: environ.get(_wsgi_name(name), "") for name in settings.fingerprint_headers},
-        allow=settings.fingerprint_headers,
+        [(name, environ.get(_wsgi_name(name), "")) for name in settings.fingerprint_headers],
     )
     hand_on_body(environ, digest.update, request.max_content_length)
     _forget_stream(request)
