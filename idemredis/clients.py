@@ -58,8 +58,9 @@ ERRORS = (RedisError, RedisClusterException, OSError)
 SOCKET_TIMEOUT = 1.0
 """Seconds for one answer. A claim takes 0.1 ms; a server that needs a second is down for the client who waits."""
 
-RETRIES = 2
-"""How often a client of ours reconnects by itself. A timeout is left to the flows, which ask again and know why."""
+RETRIES = 1
+"""How often a client of ours reconnects by itself: for a pooled connection that the server has closed since. What is
+more, and a timeout, is left to the flows, which ask again and know why."""
 
 _BACKOFF_CAP, _BACKOFF_BASE = 0.1, 0.01  # seconds; within the bound that a 503 is promised in
 

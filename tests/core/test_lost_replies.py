@@ -84,9 +84,10 @@ def warm(server: Server, scripts: Mapping[str, Script]) -> None:
 
 
 SENT_AGAIN = pytest.mark.parametrize(
-    ("ours", "lost"), [(True, 2), (False, 1)], ids=["by_the_client_library", "by_the_ledger"]
+    ("ours", "lost"), [(True, 1), (True, 3), (False, 1)], ids=["by_the_client_library", "by_both", "by_the_ledger"]
 )
-"""A client made by `from_url` re-sends twice by itself; one without retries leaves it to the ledger, once."""
+"""A client made by `from_url` re-sends once, and again when the ledger asks again; one without retries leaves it to the
+ledger, once."""
 
 
 @SENT_AGAIN
