@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -17,6 +18,12 @@ from .support.servers import Memory, Server, start
 from .support.subject import AnyServer, MakeSubject, Mode, Subject
 
 _namespaces = count(1)
+
+
+def pytest_configure() -> None:
+    """A shell ignores Ctrl-C for what runs in the background, and so would all that the tests start and end by it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 class Servers:
