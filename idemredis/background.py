@@ -45,14 +45,14 @@ EXIT_WITHIN = 2.0
 
 
 class _Job:
-    """A flow under way. A heartbeat has the hold that it renews; anything else counts against the bounds."""
+    """A flow under way. One that beats can be dropped at any time; any other counts against the bounds."""
 
-    __slots__ = ("flow", "hold", "size")
+    __slots__ = ("beats", "flow", "size")
 
-    def __init__(self, flow: Flow[None], hold: Hold | None, size: int) -> None:
+    def __init__(self, flow: Flow[None], size: int = 0, *, beats: bool = False) -> None:
         self.flow = flow
-        self.hold = hold
         self.size = size
+        self.beats = beats
 
     def go_on(self, answer: Answer, tell: Told) -> Call[Any] | Sleep | None:
         """Go on to where the flow next calls or sleeps; None when it has ended."""
@@ -89,7 +89,7 @@ class _Agenda:
         self._bytes += job.size
 
     def count_out(self, job: _Job) -> None:
-        if job.hold is None:
+        if not job.beats:
             self._flows -= 1
             self._bytes -= job.size
 
@@ -114,12 +114,12 @@ class _Agenda:
                 self._kept.pop(hold, None)
                 flow = beat()
                 next(flow)  # to its first Sleep, which is over
-                jobs.append(_Job(flow, hold, 0))
+                jobs.append(_Job(flow, beats=True))
         return jobs
 
     def clear(self) -> list[_Job]:
         """Take everything out and return what must still be stored or released."""
-        jobs = [job for _, _, job in sorted(self._waiting) if job.hold is None]
+        jobs = [job for _, _, job in sorted(self._waiting) if not job.beats]
         self._waiting.clear()
         self._kept.clear()
         return jobs
@@ -147,7 +147,7 @@ class Background:
 
     def begin(self, later: Later) -> None:
         """Take a flow on; where there is no room for it, have it say so and end."""
-        job = _Job(later.flow, None, later.size)
+        job = _Job(later.flow, later.size)
         first = job.go_on(None, self._tell)
         if not isinstance(first, Sleep):
             return
@@ -207,7 +207,7 @@ class Background:
                         self._thread = None
                         return
                     continue
-                self._in_hand = [job for job in jobs if job.hold is None]
+                self._in_hand = [job for job in jobs if not job.beats]
             slept = self._calls_of(jobs)
             with self._lock:
                 self._in_hand = []
@@ -237,7 +237,7 @@ class AsyncBackground:
 
     def begin(self, later: Later) -> None:
         """Take a flow on; where there is no room for it, have it say so and end."""
-        job = _Job(later.flow, None, later.size)
+        job = _Job(later.flow, later.size)
         first = job.go_on(None, self._tell)
         if not isinstance(first, Sleep):
             return
@@ -359,7 +359,7 @@ def _go_on_together(
 def _interrupt(jobs: list[_Job], tell: Told) -> list[_Job]:
     """Tell flows whose call was still under way that its answer is not coming; return those that want to try again."""
     unanswered = LedgerUnavailable("the process is ending; the answer did not come in time")
-    return [job for job in jobs if job.hold is None and isinstance(job.go_on(unanswered, tell), Sleep)]
+    return [job for job in jobs if not job.beats and isinstance(job.go_on(unanswered, tell), Sleep)]
 
 
 def _put_back(agenda: _Agenda, jobs: list[_Job], slept: dict[_Job, Sleep]) -> None:
