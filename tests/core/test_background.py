@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,7 +25,10 @@ from idemredis import (
     Reservation,
     StoredResponse,
     background,
+    flows,
 )
+from idemredis.flows import Sleep
+from idemredis.operations import Call, Fenced
 from idemredis.testing import Clock
 from tests.support.proxy import Proxy
 from tests.support.servers import Server
@@ -70,6 +74,19 @@ def test_a_kept_reservation_is_not_taken_over_while_it_lasts(
     subject.complete(r, ANSWER)
 
     assert subject.claim(*ROW, "f") == Replay(ANSWER, 1, False)
+
+
+def test_a_lease_is_renewed_at_each_third_of_it(make_subject: MakeSubject, mode: Mode, valkey_server: Server) -> None:
+    subject = make_subject(mode, valkey_server, policy=Policy(lease=3.0))
+    r = subject.claimed(*ROW, "f")
+    subject.keep(r)
+    times = [int(subject.fields(r.identity.row)[b"created_at"])]
+    for _ in range(2):
+        wait_until(lambda: int(subject.fields(r.identity.row)[b"updated_at"]) > times[-1])
+        times.append(int(subject.fields(r.identity.row)[b"updated_at"]))
+
+    for earlier, later in pairwise(times):
+        assert 900 <= later - earlier < 1900
 
 
 def test_a_reservation_that_is_not_kept_is_taken_over(
@@ -217,6 +234,54 @@ def test_renewals_that_are_due_together_go_out_together(
     reads = subject.client.info("stats")["total_reads_processed"] - started - len(kept) - looks
     assert all(lease_until(subject, r) > end for r, end in zip(kept, ends, strict=True))
     assert reads < 25
+
+
+def test_a_beat_that_is_due_before_the_others_does_not_wait_for_them(
+    make_subject: MakeSubject, mode: Mode, valkey_server: Server
+) -> None:
+    subject = make_subject(mode, valkey_server, policy=Policy(lease=60.0))
+    subject.keep(subject.claimed("acct_1", "long", "f"))
+    wait_until(subject.at_work)
+    short = subject.claimed("acct_1", "short", "f", lease=1.2)
+    end = lease_until(subject, short)
+    subject.keep(short)
+
+    wait_until(lambda: renewed(subject, short, end))
+    assert short.held
+
+
+def test_no_lease_is_renewed_when_the_ledger_is_closed_or_after_that(
+    make_subject: MakeSubject, mode: Mode, valkey_server: Server
+) -> None:
+    subject = make_subject(mode, valkey_server, policy=BUSY)
+    beating, waiting = subject.claimed("acct_1", "beating", "f"), subject.claimed("acct_1", "waiting", "f", lease=3.0)
+    for r in (beating, waiting):
+        subject.keep(r)
+    ends = lease_until(subject, beating)
+    wait_until(lambda: renewed(subject, beating, ends))
+    before = [subject.fields(r.identity.row) for r in (beating, waiting)]
+    subject.flush()
+    assert subject.at_work() == 0
+
+    another = subject.claimed("acct_1", "another", "f")
+    ends = lease_until(subject, another)
+    subject.keep(another)
+    wait_until(lambda: renewed(subject, another, ends + 1000))  # by then the others would have been due
+    assert [subject.fields(r.identity.row) for r in (beating, waiting)] == before
+
+
+def test_a_renewal_that_was_under_way_when_the_attempt_ended_has_nothing_to_say(
+    make_subject: MakeSubject, valkey_server: Server
+) -> None:
+    subject = make_subject("sync", valkey_server)
+    r = subject.claimed(*ROW, "f")
+    flow = flows.heartbeat(r, BUSY)
+    assert next(flow) == Sleep(0.0)
+    assert isinstance(flow.send(r.hold.until), Call)
+    subject.complete(r, ANSWER)
+    with pytest.raises(StopIteration):
+        flow.send(Fenced())
+    assert not r.hold.fenced
 
 
 def test_nothing_is_kept_in_memory_of_reservations_that_ended(

@@ -208,6 +208,7 @@ def test_a_protected_request_costs_two_commands_and_its_replay_one(app: Flask, c
     ("method", "path", "key", "most"),
     [
         ("GET", "/protected", None, 14),
+        ("GET", "/protected", KEY, 16),
         ("POST", "/plain", None, 10),
         ("POST", "/plain", KEY, 18),
         ("POST", "/protected", KEY, 160),

@@ -230,6 +230,16 @@ def _quiet(reader: Callable[[Request], Any]) -> Callable[[], None]:
     return read
 
 
+def test_a_method_in_small_letters_is_protected_like_any_other(site: Site) -> None:
+    site.app.before_request(_quiet(READERS["get_data()"]))
+    site.view(lambda: "done", "/things")
+    small: dict[str, Any] = {"environ_overrides": {"REQUEST_METHOD": "post"}}
+
+    assert site.send("k1", "/things", **small).data == b"done"
+    assert site.send("k1", "/things").headers["Idempotent-Replayed"] == "true"
+    assert site.send("k1", "/things", json={"amount": 1}, **small).status_code == 409
+
+
 @pytest.mark.parametrize("kind", CONTENTS)
 @pytest.mark.parametrize("reader", READERS)
 def test_a_body_that_was_read_before_counts_whole_and_still_reaches_the_view(
