@@ -137,7 +137,7 @@ class Background:
 
     def forget(self) -> None:
         """Begin with nothing, as a forked child does: what its parent holds is the parent's."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector may settle an abandoned stream in the middle of anything here
         self._changed = threading.Condition(self._lock)
         self._agenda = _Agenda()
         self._in_hand: list[_Job] = []

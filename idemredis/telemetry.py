@@ -78,7 +78,7 @@ class Telemetry:
         meter.create_observable_gauge(
             "idempotency.reservations.held", [self._count_held], description="Attempts of this process that hold a row"
         )
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may bring an event in the middle of another
         self._held: OrderedDict[tuple[str, int], float] = OrderedDict()
         self._operations: set[str] = set()
 

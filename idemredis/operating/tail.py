@@ -83,7 +83,7 @@ class Publisher:
         """Begin with nothing, as a forked child does: what its parent queued is the parent's to send."""
         self._process = os.getpid()
         self._queue: queue.Queue[Event | None] = queue.Queue(QUEUED)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the garbage collector may bring an event in the middle of another
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Event) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -28,7 +29,7 @@ from idemredis import (
     flows,
 )
 from idemredis.flows import Sleep
-from idemredis.operations import Call, Fenced
+from idemredis.operations import Call, Fenced, Hold
 from idemredis.testing import Clock
 from tests.support.proxy import Proxy
 from tests.support.servers import Server
@@ -282,6 +283,28 @@ def test_a_renewal_that_was_under_way_when_the_attempt_ended_has_nothing_to_say(
     with pytest.raises(StopIteration):
         flow.send(Fenced())
     assert not r.hold.fenced
+
+
+def test_what_the_garbage_collector_settles_in_the_middle_of_a_keep_does_not_lock_it_up(
+    make_subject: MakeSubject, valkey_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject = make_subject("sync", valkey_server)
+    first, second = (subject.claimed("acct_1", key, "f") for key in ("first", "second"))
+    beats_at = Hold.beats_at
+    collected: list[Hold] = []
+
+    def collecting(hold: Hold) -> float:
+        if not collected:
+            collected.append(hold)
+            subject.keep(second)
+        return beats_at(hold)
+
+    monkeypatch.setattr(Hold, "beats_at", collecting)
+    thread = threading.Thread(target=subject.keep, args=(first,), daemon=True)
+    thread.start()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert collected == [first.hold]
 
 
 def test_nothing_is_kept_in_memory_of_reservations_that_ended(
