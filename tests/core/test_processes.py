@@ -157,21 +157,27 @@ def test_two_threads_that_set_up_at_once_share_one_ledger(valkey_server: Server,
 
 
 EXIT = """
-import sys
+import socket, sys
 from idemredis import Ledger, LedgerUnavailable, StoredResponse
 from redis import Redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
-from tests.support.proxy import Proxy
 
-proxy = Proxy(int(sys.argv[1]))
-ledger = Ledger(Redis(port=proxy.port, retry=Retry(NoBackoff(), 0)), namespace=sys.argv[2])
+def point_at(port):
+    pool.connection_kwargs["port"] = port
+    pool.reset()
+
+nobody = socket.socket()
+nobody.bind(("127.0.0.1", 0))
+client = Redis(port=int(sys.argv[1]), retry=Retry(NoBackoff(), 0))
+pool = client.connection_pool
+ledger = Ledger(client, namespace=sys.argv[2])
 r = ledger.claim("acct_1", "key-1", "f")
-proxy.refuse()
+point_at(nobody.getsockname()[1])
 try:
     ledger.complete(r, StoredResponse(201, (), b"done"))
 except LedgerUnavailable:
-    proxy.refuse(False)
+    point_at(int(sys.argv[1]))
     print("not stored yet")
 """
 
