@@ -187,8 +187,13 @@ class Background:
 
     def _wake_by(self, due: float) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process has too many, or is ending: then `close` does what it can
+                logger.error("no thread for the ledger's background work, until there is more of it: %s", error)
+            else:
+                self._thread = thread
         elif due < self._wakes_at:
             self._changed.notify()
 

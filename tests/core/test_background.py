@@ -350,6 +350,34 @@ def names(events: list[Event]) -> list[str]:
     return [event.name for event in events if event.name not in ("claimed", "unavailable")]
 
 
+@pytest.mark.parametrize("mode", ["sync"])
+@pytest.mark.parametrize("then", ["keep", "close"])
+def test_an_answer_waits_where_no_thread_can_be_started(
+    far: Subject, proxy: Proxy, events: list[Event], caplog: pytest.LogCaptureFixture, then: str
+) -> None:
+    """By a process that has as many as it may have; or by one that is ending, from Python 3.12 on."""
+
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("idemredis"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    first, second = (far.claimed("acct_1", key, "f") for key in ("first", "second"))
+    with pytest.MonkeyPatch.context() as patch:
+        proxy.refuse()
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(LedgerUnavailable):
+            far.complete(first, ANSWER)
+    assert "can't start new thread" in caplog.text
+    proxy.refuse(False)
+    far.flush() if then == "close" else far.keep(second)
+
+    wait_until(lambda: names(events) == ["completed"])
+    assert far.claim("acct_1", "first", "f") == Replay(ANSWER, 1, False)
+
+
 @pytest.mark.parametrize(("bound", "value", "lost"), [("MOST_FLOWS", 2, 1), ("MOST_BYTES", 9, 1)])
 def test_an_answer_for_which_there_is_no_room_is_lost_and_that_is_told(
     far: Subject, proxy: Proxy, events: list[Event], monkeypatch: pytest.MonkeyPatch, bound: str, value: int, lost: int
