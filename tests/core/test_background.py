@@ -218,9 +218,10 @@ def test_one_thread_or_task_keeps_all_reservations(
 def test_renewals_that_are_due_together_go_out_together(
     make_subject: MakeSubject, mode: Mode, valkey_server: Server
 ) -> None:
-    subject = make_subject(mode, valkey_server, policy=Policy(lease=1.0))
+    subject = make_subject(mode, valkey_server, policy=Policy(lease=3.0))
     kept = [subject.claimed("acct_1", f"key-{i}", "f") for i in range(50)]
     for r in kept:
+        r.hold.until = kept[-1].hold.until  # as if all had been claimed at the same time
         subject.keep(r)
     started = subject.client.info("stats")["total_reads_processed"]
     ends = [lease_until(subject, r) for r in kept]
