@@ -81,12 +81,14 @@ class _Agenda:
         self._flows = 0
         self._bytes = 0
 
-    def has_room(self, job: _Job) -> bool:
-        return self._flows < MOST_FLOWS and self._bytes + job.size <= MOST_BYTES
-
-    def count_in(self, job: _Job) -> None:
+    def take_on(self, job: _Job, due: float) -> bool:
+        """Put a new job in, where there is room for it."""
+        if self._flows >= MOST_FLOWS or self._bytes + job.size > MOST_BYTES:
+            return False
         self._flows += 1
         self._bytes += job.size
+        self.put(job, due)
+        return True
 
     def count_out(self, job: _Job) -> None:
         if not job.beats:
@@ -151,11 +153,9 @@ class Background:
         first = job.go_on(None, self._tell)
         if not isinstance(first, Sleep):
             return
+        due = time.monotonic() + first.seconds
         with self._lock:
-            if room := self._agenda.has_room(job):
-                self._agenda.count_in(job)
-                due = time.monotonic() + first.seconds
-                self._agenda.put(job, due)
+            if room := self._agenda.take_on(job, due):
                 self._wake_by(due)
         if not room:
             job.go_on(GivenUp(), self._tell)
@@ -246,11 +246,7 @@ class AsyncBackground:
         first = job.go_on(None, self._tell)
         if not isinstance(first, Sleep):
             return
-        runner = self._runner()
-        if runner.agenda.has_room(job):
-            runner.agenda.count_in(job)
-            runner.put(job, time.monotonic() + first.seconds)
-        else:
+        if not self._runner().take_on(job, time.monotonic() + first.seconds):
             job.go_on(GivenUp(), self._tell)
 
     def keep(self, hold: Hold, beat: Beat) -> None:
@@ -293,9 +289,10 @@ class _Runner:
         self._wakes_at = 0.0
         self._in_hand: list[_Job] = []
 
-    def put(self, job: _Job, due: float) -> None:
-        self.agenda.put(job, due)
-        self._wake_by(due)
+    def take_on(self, job: _Job, due: float) -> bool:
+        if room := self.agenda.take_on(job, due):
+            self._wake_by(due)
+        return room
 
     def keep(self, hold: Hold, beat: Beat) -> None:
         self.agenda.keep(hold, beat)

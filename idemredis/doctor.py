@@ -18,6 +18,7 @@ from . import clients, operations
 from .clients import ERRORS
 from .errors import CorruptRow, IdempotencyError, LedgerUnavailable
 from .keys import identify
+from .operating import SAMPLE
 from .operating.diagnosis import Finding, Report, Server, client_findings, row_findings, server_findings
 from .operating.nodes import Node, Words, address, primaries
 from .operating.rows import Found, look_at, prefix, questions
@@ -37,9 +38,6 @@ SCRATCH_LEASE, SCRATCH_RETENTION = 5.0, 60.0
 
 TRIPS = 20
 """PINGs: enough for a p99 that shows a sick network, and over in a few milliseconds on a well one."""
-
-SAMPLE = 200
-"""Rows that are looked at, where nobody asks for more."""
 
 _DENIED = ("NOPERM", "permissions", "can't run this command")
 """In what servers say of a command that an ACL denies, in a script or outside."""

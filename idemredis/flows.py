@@ -217,7 +217,7 @@ def heartbeat(r: Reservation, policy: Policy) -> Flow[None]:
                 yield from _fenced(r)
                 return
             r.hold.until = outcome.until
-        now = yield Sleep(r.hold.lease / 3)
+        now = yield Sleep(r.hold.lease / operations.BEATS)
 
 
 def _ask(call: Call[T]) -> Flow[T]:

@@ -18,6 +18,7 @@ from .keys import Identity
 from .responses import StoredResponse
 
 __all__ = [
+    "BEATS",
     "Call",
     "Command",
     "Done",
@@ -44,6 +45,9 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+BEATS = 3
+"""Renewals a lease: one or two may be late, or lost, before it runs out."""
 
 Reply = Sequence[Any]  # what Redis answered: a word, then bytes and integers
 
@@ -80,7 +84,7 @@ class Hold:
 
     def beats_at(self) -> float:
         """When the first renewal is due, by the local monotonic clock: when a third of the lease is over."""
-        return self.until - self.lease * 2 / 3
+        return self.until - self.lease + self.lease / BEATS
 
     def end(self) -> None:
         """Know that the attempt is over, and leave those that wait for their first beat."""

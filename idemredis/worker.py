@@ -28,6 +28,7 @@ from .errors import (
 )
 from .flows import Flow, Outcome
 from .once import Given, Once, OnError, Question, check_on_error, json_answer, json_failure
+from .operating import SAMPLE
 from .operations import InProgress, Replay, Reservation
 from .policy import Policy
 from .responses import StoredResponse
@@ -187,7 +188,7 @@ class Ledger(ledger.Ledger):
 
         return decorate
 
-    def check(self, *, sample: int = 200, scratch: bool = True) -> Report:
+    def check(self, *, sample: int = SAMPLE, scratch: bool = True) -> Report:
         """Examine the server, the client and some rows, for a health endpoint: what `idemredis doctor` prints.
 
         Args:
@@ -276,7 +277,7 @@ class AsyncLedger(ledger.AsyncLedger):
 
         return decorate
 
-    async def check(self, *, sample: int = 200, scratch: bool = True) -> Report:
+    async def check(self, *, sample: int = SAMPLE, scratch: bool = True) -> Report:
         """See `Ledger.check`."""
         from . import doctor
 

@@ -50,6 +50,11 @@ class Raw:
     def claim(self, row: str) -> Any:
         return self._client.evalsha(load()["claim"].sha, 1, row, OWNER, FINGERPRINT, LEASE, RETENTION)
 
+    def first_run(self) -> None:
+        row = f"idem:acct_1:{key()}"
+        self.claim(row)
+        self.complete(row)
+
     def complete(self, row: str) -> Any:
         return self._client.evalsha(load()["complete"].sha, 1, row, 1, OWNER, RETENTION, 201, HEADERS, BODY, "")
 
@@ -71,11 +76,6 @@ def ledger(server: Server) -> Iterable[Figure]:
             assert isinstance(r, Reservation)
             ours.complete(r, ANSWER)
 
-        def raw_first_run() -> None:
-            row = f"idem:acct_1:{key()}"
-            raw.claim(row)
-            raw.complete(row)
-
         def floor() -> None:
             row = f"bench:acct_1:{key()}"
             client.set(row, OWNER, nx=True, px=LEASE)
@@ -84,7 +84,7 @@ def ledger(server: Server) -> Iterable[Figure]:
         turns = in_turns(
             {
                 "claim+complete": first_run,
-                "2 EVALSHA": raw_first_run,
+                "2 EVALSHA": raw.first_run,
                 "SET NX + SET": floor,
                 "replay": lambda: ours.claim("acct_1", done, FINGERPRINT),
                 "EVALSHA": lambda: raw.claim(row),
@@ -234,18 +234,13 @@ def extension(server: Server) -> Iterable[Figure]:
         post(app, done)()
         assert post(app, done)() == BODY
 
-        def raw_first_run() -> None:
-            row = f"idem:acct_1:{key()}"
-            raw.claim(row)
-            raw.complete(row)
-
         row = f"idem:acct_1:{done}"
         turns = in_turns(
             {
                 "protected": post(app),
                 "replay": post(app, done),
                 "plain": post(shop(None, protect=False)),
-                "2 EVALSHA": raw_first_run,
+                "2 EVALSHA": raw.first_run,
                 "EVALSHA": lambda: raw.claim(row),
             }
         )
