@@ -12,7 +12,6 @@ import redis.asyncio
 import redis.asyncio.retry
 from redis.backoff import EqualJitterBackoff
 from redis.exceptions import (
-    AskError,
     AuthenticationError,
     AuthorizationError,
     MaxConnectionsError,
@@ -40,11 +39,9 @@ __all__ = [
     "check_sync",
     "client",
     "is_cluster",
-    "nodes",
     "ours",
     "socket_timeout",
     "twin",
-    "was_redirected",
 ]
 
 logger = logging.getLogger("idemredis")
@@ -125,24 +122,6 @@ def socket_timeout(candidate: Client | AsyncClient) -> float | None:
     """Return how many seconds the client waits for an answer; None when it waits for ever or does not say."""
     kwargs: dict[str, Any] = candidate.get_connection_kwargs()
     return kwargs.get("socket_timeout")
-
-
-def nodes(cluster: Any, calls: Sequence[Call[Any]]) -> list[tuple[redis.Redis, list[int]]]:
-    """Return each node's own client, with the places of those calls whose rows it has; some may be on none."""
-    found: dict[str, tuple[redis.Redis, list[int]]] = {}
-    for i, call in enumerate(calls):
-        try:
-            node = cluster.get_node_from_key(call.row)
-            client = cluster.get_redis_connection(node)
-        except ERRORS:
-            continue
-        found.setdefault(node.name, (client, []))[1].append(i)
-    return list(found.values())
-
-
-def was_redirected(answer: object) -> bool:
-    """Whether a cluster's node said that the row is on another one (MOVED or ASK)."""
-    return isinstance(answer, LedgerUnavailable) and isinstance(answer.__cause__, AskError)
 
 
 def ours(error: Exception, seconds: float) -> IdempotencyError:

@@ -16,6 +16,7 @@ from redis.exceptions import NoPermissionError, NoScriptError
 
 from . import clients, operations
 from .clients import ERRORS
+from .cluster import routed, was_redirected
 from .errors import CorruptRow, IdempotencyError, LedgerUnavailable
 from .keys import identify
 from .operating import SAMPLE
@@ -189,7 +190,7 @@ def _examine(ledger: AnyLedger, nodes: Sequence[Node], sample: int, scratch: boo
     findings += yield from _topology(client, servers)
     findings += client_findings(client.get_connection_kwargs(), policy)
     if scratch:
-        findings += yield from _try_scripts(client, ledger.namespace)
+        findings += yield from _try_scripts(routed(client), ledger.namespace)
     else:
         findings.append(Finding("scripts", "unknown", "not tried, as was asked; without --read-only they are"))
     return Report(tuple(findings), reachable=True)
@@ -237,6 +238,8 @@ def _sample(node: Node, namespace: str, most: int, found: list[Found], sizes: li
                 raise now
             for i, name in enumerate(names):
                 *told, size = answers[4 * i : 4 * i + 4]
+                if any(map(was_redirected, told)):
+                    continue  # its slot moves; the sample can do without it
                 row = look_at(name, told, now[0] + now[1] / 1e6)
                 if row is not None and row.identity.principal != SCRATCH:
                     found.append(row)

@@ -16,6 +16,7 @@ from redis.exceptions import NoScriptError
 from . import clients, flows
 from .background import AsyncBackground, Background
 from .clients import ERRORS, AsyncClient, Client
+from .cluster import routed, was_redirected
 from .errors import ConfigurationError
 from .events import Observer, Teller
 from .flows import Flow, Later, Outcome, Sleep, Tell
@@ -56,6 +57,7 @@ class _Base(Generic[C]):
         if not isinstance(namespace, str) or not namespace:
             raise ConfigurationError(f"namespace must be a str that is not empty, not {namespace!r}")
         self._client: Any = client
+        self._cluster = routed(client) if clients.is_cluster(client) else None
         self._made = False  # by us, so that it is ours to close
         self.policy = Policy() if policy is None else policy
         self.namespace = namespace
@@ -99,7 +101,7 @@ class _Base(Generic[C]):
     def _check_replicas(self) -> None:
         if not self.policy.min_replicas:
             return
-        if clients.is_cluster(self._client):
+        if self._cluster is not None:
             raise ConfigurationError(
                 f"min_replicas={self.policy.min_replicas} cannot be promised on a cluster: WAIT must follow the script "
                 "on its own node's connection; set min_replicas=0"
@@ -309,11 +311,12 @@ class Ledger(_Base[Client]):
             return _outcome(self._run_all([call])[0])
         script = self._scripts[call.script]
         sent = time.monotonic()
+        execute = (self._cluster or self._client).execute_command
         try:
             try:
-                reply = self._client.execute_command("EVALSHA", script.sha, 1, call.row, *call.args, NEVER_DECODE=True)
+                reply = execute("EVALSHA", script.sha, 1, call.row, *call.args, NEVER_DECODE=True)
             except NoScriptError:
-                reply = self._client.execute_command("EVAL", script.text, 1, call.row, *call.args, NEVER_DECODE=True)
+                reply = execute("EVAL", script.text, 1, call.row, *call.args, NEVER_DECODE=True)
         except ERRORS as error:
             unserved = clients.ours(error, time.monotonic() - sent)
             self._tell.timed(call.script, sent, unserved)
@@ -324,13 +327,13 @@ class Ledger(_Base[Client]):
 
     def _run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Run calls that have nothing to do with each other, in one round trip; errors come back as answers."""
-        if not clients.is_cluster(self._client):
+        if self._cluster is None:
             return self._run_together(self._client, calls)
         answers: dict[int, Any] = {}
-        for client, places in clients.nodes(self._client, calls):  # a cluster's own pipeline refuses EVALSHA
+        for client, places in self._cluster.nodes(calls):  # a cluster's own pipeline refuses EVALSHA
             answers |= zip(places, self._run_together(client, [calls[i] for i in places]), strict=True)
         return [
-            clients.attempt(self._run, call) if i not in answers or clients.was_redirected(answers[i]) else answers[i]
+            clients.attempt(self._run, call) if i not in answers or was_redirected(answers[i]) else answers[i]
             for i, call in enumerate(calls)
         ]
 
@@ -354,9 +357,10 @@ class Ledger(_Base[Client]):
     def _read(self, command: Command[T]) -> T:
         sent = time.monotonic()
         try:
-            return command.decode(self._client.execute_command(*command.words, NEVER_DECODE=True))
+            reply = (self._cluster or self._client).execute_command(*command.words, NEVER_DECODE=True)
         except ERRORS as error:
             raise clients.ours(error, time.monotonic() - sent) from error
+        return command.decode(reply)
 
 
 class AsyncLedger(_Base[AsyncClient]):
@@ -466,7 +470,7 @@ class AsyncLedger(_Base[AsyncClient]):
             return _outcome((await self._run_all([call]))[0])
         script = self._scripts[call.script]
         sent = time.monotonic()
-        execute = self.client.execute_command
+        execute = (self._cluster or self.client).execute_command
         try:
             try:
                 reply = await execute("EVALSHA", script.sha, 1, call.row, *call.args, NEVER_DECODE=True)
@@ -482,7 +486,7 @@ class AsyncLedger(_Base[AsyncClient]):
 
     async def _run_all(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Run calls that have nothing to do with each other, in one round trip; errors come back as answers."""
-        if clients.is_cluster(self.client):  # a cluster's own pipeline refuses EVALSHA
+        if self._cluster is not None:  # a cluster's own pipeline refuses EVALSHA
             return await asyncio.gather(*map(self._run, calls), return_exceptions=True)
         began = time.monotonic()
         batch = clients.Batch(calls, self._scripts, self.policy)
@@ -503,9 +507,10 @@ class AsyncLedger(_Base[AsyncClient]):
     async def _read(self, command: Command[T]) -> T:
         sent = time.monotonic()
         try:
-            return command.decode(await self.client.execute_command(*command.words, NEVER_DECODE=True))
+            reply = await (self._cluster or self.client).execute_command(*command.words, NEVER_DECODE=True)
         except ERRORS as error:
             raise clients.ours(error, time.monotonic() - sent) from error
+        return command.decode(reply)
 
 
 def _outcome(answer: Any) -> Any:

@@ -23,8 +23,8 @@ from ..ledger import Ledger
 from ..operations import Hold, Lost, Reservation, Row
 from ..policy import Policy
 from ..responses import StoredResponse
-from .nodes import ask_all, holder, run
-from .rows import Found, look_at, questions
+from .nodes import holder, run
+from .rows import Found, look
 
 __all__ = ["Agree", "Refused", "find", "forget", "release", "reservation_of", "resolve"]
 
@@ -49,10 +49,7 @@ def find(ledger: Ledger, row: str) -> Found | None:
     Raises:
         LedgerUnavailable: Redis did not answer, or refused.
     """
-    now, *answers = ask_all(holder(ledger.client, row), [("TIME",), *questions(row)])
-    if isinstance(now, Exception):
-        raise now
-    return look_at(row, answers, now[0] + now[1] / 1e6)
+    return look(ledger.client, holder(ledger.client, row), [row])[0]
 
 
 def reservation_of(row: Row) -> Reservation:

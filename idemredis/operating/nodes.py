@@ -11,6 +11,7 @@ from redis.exceptions import NoScriptError, ResponseError
 
 from .. import clients
 from ..clients import ERRORS, Client
+from ..cluster import routed
 from ..errors import IdempotencyError, LedgerUnavailable
 from ..operations import Call
 from ..scripts import load
@@ -114,12 +115,13 @@ def run(client: Node, call: Call[T]) -> T:
         LedgerUnavailable, CorruptRow: as a ledger's calls do.
     """
     script = load()[call.script]
+    execute = routed(client).execute_command
     sent = time.monotonic()
     try:
         try:
-            reply = client.execute_command("EVALSHA", script.sha, 1, call.row, *call.args, NEVER_DECODE=True)
+            reply = execute("EVALSHA", script.sha, 1, call.row, *call.args, NEVER_DECODE=True)
         except NoScriptError:
-            reply = client.execute_command("EVAL", script.text, 1, call.row, *call.args, NEVER_DECODE=True)
+            reply = execute("EVAL", script.text, 1, call.row, *call.args, NEVER_DECODE=True)
     except ERRORS as error:
         raise clients.ours(error, time.monotonic() - sent) from error
     return call.decode(reply, sent)

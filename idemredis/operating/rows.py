@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
+from .. import clients
 from ..clients import Client
+from ..cluster import routed, was_redirected
 from ..errors import CorruptRow
 from ..keys import Identity, digest, identify, parse_row_name
 from .nodes import Node, Words, ask, ask_all, primaries
@@ -19,6 +21,7 @@ __all__ = [
     "Found",
     "Stats",
     "Status",
+    "look",
     "look_at",
     "prefix",
     "questions",
@@ -149,6 +152,26 @@ def look_at(row: str, answers: Sequence[Any], now: float) -> Found | None:
     )
 
 
+def look(client: Client, node: Node, names: Sequence[str]) -> list[Found | None]:
+    """Look at rows of one server; None for each that is gone. One whose slot moves away or here is looked for anew.
+
+    Raises:
+        LedgerUnavailable: the server did not answer, or refused.
+    """
+    if not names:
+        return []
+    now, *answers = ask_all(node, [("TIME",), *(words for name in names for words in questions(name))])
+    if isinstance(now, Exception):
+        raise now
+    found = []
+    for i, name in enumerate(names):
+        told = answers[3 * i : 3 * i + 3]
+        if any(map(was_redirected, told)):
+            told = [clients.attempt(ask, routed(client), *words) for words in questions(name)]
+        found.append(look_at(name, told, now[0] + now[1] / 1e6))
+    return found
+
+
 def scan(
     client: Client, namespace: str, principal: str = "", passed: Callable[[int], object] = lambda names: None
 ) -> Iterator[Found]:
@@ -165,7 +188,8 @@ def scan(
         cursor = 0
         while True:
             cursor, names = ask(node, "SCAN", cursor, "MATCH", pattern, "COUNT", BATCH)
-            yield from _look(node, [name.decode("ascii", "replace") for name in names])
+            found = look(client, node, [name.decode("ascii", "replace") for name in names])
+            yield from (row for row in found if row is not None)
             passed(BATCH)
             if not int(cursor):
                 break
@@ -215,18 +239,6 @@ def stats(client: Client, namespace: str, passed: Callable[[int], object] = lamb
     sizes = _sizes(client, names)
     mean = sum(sizes) / len(sizes) if sizes else None
     return Stats(counts, oldest_pending, mean, rate, None if mean is None else mean * rate * 86400, lasting)
-
-
-def _look(node: Node, names: list[str]) -> Iterator[Found]:
-    if not names:
-        return
-    now, *answers = ask_all(node, [("TIME",), *(words for name in names for words in questions(name))])
-    if isinstance(now, Exception):
-        raise now
-    for i, name in enumerate(names):
-        found = look_at(name, answers[3 * i : 3 * i + 3], now[0] + now[1] / 1e6)
-        if found is not None:
-            yield found
 
 
 def _sizes(client: Client, names: list[str]) -> list[int]:

@@ -29,8 +29,8 @@ from .. import clients
 from ..clients import ERRORS, Client
 from ..events import Event
 from ..keys import digest
-from .nodes import Node, ask_all, primaries
-from .rows import Found, look_at, prefix, questions
+from .nodes import Node, primaries
+from .rows import Found, look, prefix
 
 __all__ = ["Publisher", "Seen", "Tail", "channel"]
 
@@ -264,8 +264,7 @@ class Tail:
             yield seen
 
     def _happened(self, node: Node, row: str) -> Seen | None:
-        now, *answers = ask_all(node, [("TIME",), *questions(row)])
-        found = look_at(row, answers, now[0] + now[1] / 1e6)
+        [found] = look(self._client, node, [row])
         before = self._known.get(row)
         self._known[row] = found
         self._known.move_to_end(row)

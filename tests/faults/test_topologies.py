@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,13 @@ import redis
 import redis.asyncio
 import redis.sentinel
 from redis.backoff import NoBackoff
-from redis.crc import key_slot
 from redis.retry import Retry
 
 from idemredis import Ledger, LedgerUnavailable, NotDurable, Policy, Replay, Reservation, Row, StoredResponse
-from idemredis.keys import identify
 from tests.support.proxy import Proxy
 from tests.support.servers import Server, free_port, valkey
-from tests.support.subject import MakeSubject, Mode
+from tests.support.slots import keys_in, move_rows, moving
+from tests.support.subject import MakeSubject, Mode, Subject
 from tests.support.waiting import wait_until
 
 SLOTS = 16384
@@ -36,13 +36,10 @@ class Cluster:
     kind = "cluster"
 
     def __init__(self, stack: ExitStack, directory: Path) -> None:
+        self._stack = stack
+        self._directory = directory
         self.nodes: list[Server] = []
-        buses = []
-        for name in "abcdef":
-            buses.append(free_port())
-            words = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1500", "--cluster-port", str(buses[-1])]
-            words += ["--repl-diskless-sync-delay", "0"]
-            self.nodes.append(stack.enter_context(valkey(directory / name, *words)))
+        buses = [self._start() for _ in range(6)]
         admins: list[Any] = [stack.enter_context(node.client()) for node in self.nodes]
         for at, admin in enumerate(admins[:3]):
             admin.execute_command("CLUSTER", "ADDSLOTSRANGE", SLOTS * at // 3, SLOTS * (at + 1) // 3 - 1)
@@ -59,6 +56,27 @@ class Cluster:
             wait_until(partial(_is_ok, admin), SETTLED_WITHIN)
         for admin in admins[3:]:
             wait_until(lambda admin=admin: admin.info("replication")["master_link_status"] == "up", SETTLED_WITHIN)  # type: ignore[misc]
+
+    def _start(self) -> int:
+        """Start one more server; return the port of its bus."""
+        bus = free_port()
+        words = ["--cluster-enabled", "yes", "--cluster-node-timeout", "1500", "--cluster-port", str(bus)]
+        words += ["--repl-diskless-sync-delay", "0"]
+        self.nodes.append(self._stack.enter_context(valkey(self._directory / str(len(self.nodes)), *words)))
+        return bus
+
+    def grow(self, count: int) -> list[Server]:
+        """Let so many primaries join that have no slots, and so are in no client's map of them."""
+        before = len(self.nodes)
+        with self.nodes[0].client() as admin:
+            for _ in range(count):
+                bus = self._start()
+                admin.execute_command("CLUSTER", "MEET", "127.0.0.1", self.nodes[-1].port, bus)
+        for node in self.nodes:
+            with node.client() as admin:
+                wait_until(partial(_knows, admin, len(self.nodes)), SETTLED_WITHIN)
+                wait_until(partial(_is_ok, admin), SETTLED_WITHIN)
+        return self.nodes[before:]
 
     def client(self, **options: Any) -> Any:
         return redis.RedisCluster(host="127.0.0.1", port=self.nodes[1].port, **options)
@@ -88,44 +106,52 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
         yield Cluster(stack, tmp_path)
 
 
-def key_in(slot: int, taken: set[str]) -> str:
-    for i in range(1_000_000):
-        key = f"key-{i}"
-        if key not in taken and key_slot(identify("idem", "acct", key).row.encode()) == slot:
-            taken.add(key)
-            return key
-    raise AssertionError("no key of that slot")
-
-
 def test_claims_go_on_while_their_slot_moves_and_no_key_runs_twice(cluster: Cluster, make_subject: MakeSubject) -> None:
-    """One cluster for both modes: it takes some seconds to make."""
+    """One cluster for all of it: it takes some seconds to make. `late` has an old map of the slots."""
     modes: tuple[Mode, ...] = ("sync", "async")
-    for turn, mode in enumerate(modes):
-        subject = make_subject(mode, cluster, policy=Policy(lease=3.0), namespace="idem")
-        taken: set[str] = set()
-        slot = 100 + turn
-        there, fresh = key_in(slot, taken), key_in(slot, taken)
-        from_, to = cluster.nodes[0], cluster.nodes[1]
-        with from_.client() as source, to.client() as target:
-            old = subject.claimed("acct", there, "f")
-            target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", cluster.ids[0])
-            source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", cluster.ids[1])
-            new = subject.claimed("acct", fresh, "f")  # ASK: it is made on the target
-            assert target.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) == 1
-            subject.keep(old)
-            subject.keep(new)
-            until = subject.begin("read", "acct", fresh).result(5).lease_until
-            subject.complete(old, ANSWER)
-            source.execute_command("MIGRATE", "127.0.0.1", to.port, "", 0, 5000, "KEYS", old.identity.row)
-            assert subject.claim("acct", there, "f") == Replay(ANSWER, 1, False)
-            wait_until(lambda: subject.read("acct", fresh).lease_until > until)  # type: ignore[union-attr]  # noqa: B023
-            assert new.held
-            subject.complete(new, ANSWER)
-            for admin in (target, source):
-                admin.execute_command("CLUSTER", "SETSLOT", slot, "NODE", cluster.ids[1])
-            for key in (there, fresh):
-                assert subject.claim("acct", key, "f") == Replay(ANSWER, 1, False)
-                assert target.pttl(subject.row("acct", key)) > 0
+    first, second = cluster.nodes[:2]
+    empty = cluster.grow(len(modes))
+    others = keys_in(SLOTS // 2, "idem")
+    for slot, mode in enumerate(modes):
+        keys = keys_in(slot, "idem")
+        subject, late = (make_subject(mode, cluster, policy=Policy(lease=3.0), namespace="idem") for _ in "12")
+        for each in (subject, late):
+            _hold_calls(each, second, list(islice(others, 4)))
+        _move(subject, subject, first, second, slot, list(islice(keys, 2)))
+        _move(subject, late, second, empty[slot], slot, list(islice(keys, 2)))
+
+
+def _hold_calls(subject: Subject, server: Server, keys: list[str]) -> None:
+    """Have so many calls under way at the server at once that the client holds as many connections to it."""
+    with server.client() as admin:
+        admin.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
+        claims = [subject.begin("claim", "acct", key, "f") for key in keys]
+        wait_until(lambda: admin.info("clients")["blocked_clients"] == len(keys))
+        admin.execute_command("CLIENT", "UNPAUSE")
+        for claim in claims:
+            subject.release(claim.result(5))
+
+
+def _move(before: Subject, after: Subject, from_: Server, to: Server, slot: int, keys: list[str]) -> None:
+    """Move a slot, with a row in it that was made before, and one that is made meanwhile."""
+    there, fresh = keys
+    old = before.claimed("acct", there, "f")
+    with to.client() as target, moving(slot, from_, to):
+        new = after.claimed("acct", fresh, "f")  # ASK: it is made on the target
+        assert target.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) == 1
+        before.keep(old)
+        after.keep(new)
+        until = [after.begin("read", "acct", fresh).result(5).lease_until for _ in range(5)][-1]
+        before.complete(old, ANSWER)
+        move_rows(slot, from_, to)
+        assert after.claim("acct", there, "f") == Replay(ANSWER, 1, False)
+        wait_until(lambda: after.read("acct", fresh).lease_until > until)  # type: ignore[union-attr]
+        assert new.held
+        after.complete(new, ANSWER)
+    for key in keys:
+        assert after.claim("acct", key, "f") == Replay(ANSWER, 1, False)
+        with to.client() as target:
+            assert target.pttl(after.row("acct", key)) > 0
 
 
 @dataclass
