@@ -18,7 +18,19 @@ import redis.sentinel
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from idemredis import Ledger, LedgerUnavailable, NotDurable, Policy, Replay, Reservation, Row, StoredResponse
+from idemredis import (
+    Ledger,
+    LedgerUnavailable,
+    NotDurable,
+    Policy,
+    Replay,
+    Reservation,
+    Row,
+    StoredResponse,
+    operations,
+)
+from idemredis.operating.nodes import run
+from idemredis.operations import Renewed
 from tests.support.proxy import Proxy
 from tests.support.servers import Server, free_port, valkey
 from tests.support.slots import keys_in, move_rows, moving
@@ -26,6 +38,7 @@ from tests.support.subject import MakeSubject, Mode, Subject
 from tests.support.waiting import wait_until
 
 SLOTS = 16384
+RETENTION = Policy().retention
 ANSWER = StoredResponse(201, (), b"done")
 SETTLED_WITHIN = 30.0
 
@@ -142,6 +155,7 @@ def _move(before: Subject, after: Subject, from_: Server, to: Server, slot: int,
         before.keep(old)
         after.keep(new)
         until = [after.begin("read", "acct", fresh).result(5).lease_until for _ in range(5)][-1]
+        assert isinstance(run(after.client, operations.renew(new, RETENTION)), Renewed)
         before.complete(old, ANSWER)
         move_rows(slot, from_, to)
         assert after.claim("acct", there, "f") == Replay(ANSWER, 1, False)
