@@ -25,6 +25,7 @@ CORE = [
     {"policy"},
     {"flows"},
     {"background", "events", "clients"},
+    {"cluster"},
     {"ledger"},
 ]
 """A module imports only from the sets before its own, and nothing of what stands around the core."""

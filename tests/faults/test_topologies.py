@@ -172,7 +172,7 @@ def _move(before: Subject, after: Subject, from_: Server, to: Server, slot: int,
 class Load:
     """Threads that claim and complete, a new key each time, and note what was acknowledged."""
 
-    ledger: Ledger
+    ledger: Ledger | Subject
     claimed: dict[str, Reservation] = field(default_factory=dict)
     completed: set[str] = field(default_factory=set)
     refused: int = 0
@@ -244,16 +244,15 @@ class Load:
         return found[0]
 
 
+@pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_cluster_whose_primary_is_killed_serves_again_and_says_what_was_lost(
-    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+    mode: Mode, cluster: Cluster, make_subject: MakeSubject, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    client = cluster.client(socket_timeout=1.0, socket_connect_timeout=1.0)
-    with closing(client), closing(Ledger(client, Policy())) as ledger:
-        load = Load(ledger)
-        load.around(cluster.nodes[0].kill)
-        lost = load.lost()
+    load = Load(make_subject(mode, cluster, socket_timeout=1.0, socket_connect_timeout=1.0))
+    load.around(cluster.nodes[0].kill)
+    lost = load.lost()
     with capsys.disabled():
-        print(f"\ncluster, primary killed: {load.story(*lost)} (not promised: no WAIT on a cluster)")
+        print(f"\ncluster, primary killed, {mode}: {load.story(*lost)} (not promised: no WAIT on a cluster)")
 
 
 class Sentinels:
