@@ -12,6 +12,7 @@ import redis.asyncio
 import redis.asyncio.retry
 from redis.backoff import EqualJitterBackoff
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     AuthorizationError,
     MaxConnectionsError,
@@ -39,6 +40,7 @@ __all__ = [
     "check_sync",
     "client",
     "is_cluster",
+    "leaves_unknown",
     "ours",
     "socket_timeout",
     "twin",
@@ -124,15 +126,19 @@ def socket_timeout(candidate: Client | AsyncClient) -> float | None:
     return kwargs.get("socket_timeout")
 
 
-def ours(error: Exception, seconds: float) -> IdempotencyError:
-    """Say in our words what a client's error means.
+def leaves_unknown(error: Exception) -> bool:
+    """Whether the command may have run all the same. An answer that is an error says that nothing was done."""
+    return not isinstance(error, (ResponseError, *_NEVER_SENT))
 
-    An answer that is an error says that nothing was done; anything else leaves it unknown.
-    """
+
+def ours(error: Exception, seconds: float) -> IdempotencyError:
+    """Say in our words what a client's error means."""
     text = str(error) or type(error).__name__
     if "WRONGTYPE" in text:  # Redis 6.2 prefixes the errors of scripts, which hides their kind from redis-py's classes
         return CorruptRow("it is not a hash")
-    unknown = not isinstance(error, (ResponseError, *_NEVER_SENT))
+    if isinstance(error, AskError):
+        text = f"the row's slot is moving to {error.host}:{error.port}"
+    unknown = leaves_unknown(error)
     verdict = "it is not known whether it ran" if unknown else "it did not run"
     return LedgerUnavailable(f"Redis did not serve the call ({text}); {verdict}", seconds=seconds, unknown=unknown)
 

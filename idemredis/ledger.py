@@ -17,7 +17,7 @@ from . import clients, flows
 from .background import AsyncBackground, Background
 from .clients import ERRORS, AsyncClient, Client
 from .cluster import routed, was_redirected
-from .errors import ConfigurationError
+from .errors import ConfigurationError, LedgerUnavailable
 from .events import Observer, Teller
 from .flows import Flow, Later, Outcome, Sleep, Tell
 from .keys import identify
@@ -331,7 +331,10 @@ class Ledger(_Base[Client]):
             return self._run_together(self._client, calls)
         answers: dict[int, Any] = {}
         for client, places in self._cluster.nodes(calls):  # a cluster's own pipeline refuses EVALSHA
-            answers |= zip(places, self._run_together(client, [calls[i] for i in places]), strict=True)
+            told = self._run_together(client, [calls[i] for i in places])
+            answers |= zip(places, told, strict=True)
+            if any(isinstance(answer, LedgerUnavailable) and answer.unknown for answer in told):
+                self._cluster.mend(calls[places[0]].row)
         return [
             clients.attempt(self._run, call) if i not in answers or was_redirected(answers[i]) else answers[i]
             for i, call in enumerate(calls)

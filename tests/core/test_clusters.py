@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import redis
 import redis.asyncio
+import redis.asyncio.cluster
 import redis.asyncio.sentinel
 import redis.sentinel
 
@@ -29,6 +31,7 @@ from idemredis import (
 )
 from idemredis.testing import Clock
 from tests.conftest import Servers
+from tests.support.clusters import connect_often, keys_in, moving
 from tests.support.servers import Server, free_port, valkey
 from tests.support.subject import MakeSubject, Mode, Subject
 from tests.support.waiting import wait_until
@@ -126,6 +129,56 @@ def test_heartbeats_on_a_cluster_reach_every_node(make_subject: MakeSubject, mod
     assert all(r.held for r in kept)
     for r in kept:
         subject.complete(r, ANSWER)
+
+
+def test_connections_that_a_server_closed_fail_no_call(
+    make_subject: MakeSubject, mode: Mode, cluster: Cluster, namespace: str
+) -> None:
+    subject = make_subject(mode, cluster)
+    keys = keys_in(0, namespace)
+    connect_often(subject, cluster.nodes[0], list(islice(keys, 20)))
+    with cluster.nodes[0].client() as admin:
+        admin.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+    assert subject.read("acct", next(keys)) is None
+
+
+def test_a_connection_that_another_task_closed_fails_no_call(
+    make_subject: MakeSubject, cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As redis-py 8.1 does it to the others when one task sees a node fail."""
+    subject = make_subject("async", cluster)
+    subject.claimed("acct", "k", "f")
+    execute, closed = redis.asyncio.cluster.ClusterNode.execute_command, iter([True])
+
+    async def once_closed(*args: Any, **options: Any) -> Any:
+        if next(closed, False):
+            raise AttributeError("'NoneType' object has no attribute 'writelines'")
+        return await execute(*args, **options)
+
+    monkeypatch.setattr(redis.asyncio.cluster.ClusterNode, "execute_command", once_closed)
+    assert subject.read("acct", "k") is not None
+
+
+def test_a_claim_may_have_run_whatever_the_cluster_says_next(
+    make_subject: MakeSubject, mode: Mode, cluster: Cluster, namespace: str
+) -> None:
+    """The node that the slot moves to hangs with the claim in its socket, and soon all that is said is CLUSTERDOWN."""
+    subject = make_subject(mode, cluster, socket_timeout=1.0)
+    from_, to = cluster.nodes[0], cluster.nodes[2]
+    key = next(keys_in(0, namespace))
+    with moving(0, from_, to):
+        to.freeze()
+        try:
+            with pytest.raises(LedgerUnavailable) as caught:
+                subject.claim("acct", key, "f")
+        finally:
+            to.thaw()
+        assert caught.value.unknown  # and so it is released in the background, should it be there
+        for node in cluster.nodes:
+            with node.client() as admin:
+                wait_until(lambda admin=admin: admin.cluster("INFO")["cluster_state"] == "ok", 20.0)  # type: ignore[misc]
+    with moving(0, to, from_):
+        pass
 
 
 def test_replicas_cannot_be_required_on_a_cluster(make_subject: MakeSubject, mode: Mode, cluster: Cluster) -> None:

@@ -31,9 +31,9 @@ from idemredis import (
 )
 from idemredis.operating.nodes import run
 from idemredis.operations import Renewed
+from tests.support.clusters import connect_often, keys_in, move_rows, moving
 from tests.support.proxy import Proxy
 from tests.support.servers import Server, free_port, valkey
-from tests.support.slots import keys_in, move_rows, moving
 from tests.support.subject import MakeSubject, Mode, Subject
 from tests.support.waiting import wait_until
 
@@ -129,43 +129,58 @@ def test_claims_go_on_while_their_slot_moves_and_no_key_runs_twice(cluster: Clus
         keys = keys_in(slot, "idem")
         subject, late = (make_subject(mode, cluster, policy=Policy(lease=3.0), namespace="idem") for _ in "12")
         for each in (subject, late):
-            _hold_calls(each, second, list(islice(others, 4)))
-        _move(subject, subject, first, second, slot, list(islice(keys, 2)))
-        _move(subject, late, second, empty[slot], slot, list(islice(keys, 2)))
+            connect_often(each, second, list(islice(others, 4)))
+        _move(subject, subject, first, second, slot, list(islice(keys, 8)))
+        wait_until(partial(_has_learned, subject, next(keys), second))
+        _move(subject, late, second, empty[slot], slot, list(islice(keys, 8)))
 
 
-def _hold_calls(subject: Subject, server: Server, keys: list[str]) -> None:
-    """Have so many calls under way at the server at once that the client holds as many connections to it."""
-    with server.client() as admin:
-        admin.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
-        claims = [subject.begin("claim", "acct", key, "f") for key in keys]
-        wait_until(lambda: admin.info("clients")["blocked_clients"] == len(keys))
-        admin.execute_command("CLIENT", "UNPAUSE")
-        for claim in claims:
-            subject.release(claim.result(5))
+def _has_learned(subject: Subject, key: str, holder: Server) -> bool:
+    """Whether the client knows where the key's row is; it learns it by asking, once the servers have told each other."""
+    assert subject.read("acct", key) is None
+    return bool(subject.ledger.client.get_node_from_key(subject.row("acct", key)).port == holder.port)
 
 
 def _move(before: Subject, after: Subject, from_: Server, to: Server, slot: int, keys: list[str]) -> None:
-    """Move a slot, with a row in it that was made before, and one that is made meanwhile."""
-    there, fresh = keys
+    """Move a slot, with a row in it that was made before, and others that are made meanwhile, all at once."""
+    there, *fresh = keys
     old = before.claimed("acct", there, "f")
     with to.client() as target, moving(slot, from_, to):
-        new = after.claimed("acct", fresh, "f")  # ASK: it is made on the target
-        assert target.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) == 1
-        before.keep(old)
-        after.keep(new)
-        until = [after.begin("read", "acct", fresh).result(5).lease_until for _ in range(5)][-1]
-        assert isinstance(run(after.client, operations.renew(new, RETENTION)), Renewed)
+        claims = [after.begin("claim", "acct", key, "f") for key in fresh]  # ASK: they are made on the target
+        new = [claim.result(20) for claim in claims]
+        assert [(type(r), r.generation) for r in new] == [(Reservation, 1)] * len(fresh)
+        assert target.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) == len(fresh)
+        for subject, r in ((before, old), (after, new[0])):
+            subject.keep(r)
+        until = after.read("acct", fresh[0]).lease_until  # type: ignore[union-attr]
+        assert isinstance(run(after.client, operations.renew(new[1], RETENTION)), Renewed)
         before.complete(old, ANSWER)
         move_rows(slot, from_, to)
         assert after.claim("acct", there, "f") == Replay(ANSWER, 1, False)
-        wait_until(lambda: after.read("acct", fresh).lease_until > until)  # type: ignore[union-attr]
-        assert new.held
-        after.complete(new, ANSWER)
+        wait_until(lambda: after.read("acct", fresh[0]).lease_until > until)  # type: ignore[union-attr]
+        assert new[0].held
+        for r in new:
+            after.complete(r, ANSWER)
     for key in keys:
         assert after.claim("acct", key, "f") == Replay(ANSWER, 1, False)
         with to.client() as target:
             assert target.pttl(after.row("acct", key)) > 0
+
+
+def test_a_heartbeat_finds_the_primary_that_took_over(cluster: Cluster, make_subject: MakeSubject) -> None:
+    """Nothing but the heartbeats tells the clients under test."""
+    modes: tuple[Mode, ...] = ("sync", "async")
+    subjects = [make_subject(mode, cluster, policy=Policy(lease=12.0), namespace="idem") for mode in modes]
+    keys = list(islice(keys_in(0, "idem"), len(subjects)))
+    held = [subject.claimed("acct", key, "f") for subject, key in zip(subjects, keys, strict=True)]
+    with cluster.nodes[0].client() as primary:
+        wait_until(lambda: primary.set("{06S}", 1, px=60_000) and primary.wait(1, 500) == 1)
+    for subject, r in zip(subjects, held, strict=True):
+        subject.keep(r)
+    cluster.nodes[0].kill()
+    until = [r.hold.until for r in held]
+    wait_until(lambda: all(r.hold.until > then for r, then in zip(held, until, strict=True)), SETTLED_WITHIN)
+    assert all(r.held for r in held)
 
 
 @dataclass
@@ -344,12 +359,15 @@ def test_what_a_lagging_replica_does_not_have_was_not_acknowledged(
     ):
         with primary.client() as client:
             wait_until(lambda: client.set("probe", 1, px=60_000) and client.wait(1, 500) == 1, SETTLED_WITHIN)
-        policy = Policy(min_replicas=min_replicas, replica_timeout=0.2)
-        ledger = stack.enter_context(closing(Ledger.from_url(primary.url, policy)))
+        patient, hasty = (
+            stack.enter_context(closing(Ledger.from_url(primary.url, policy, socket_timeout=20.0)))
+            for policy in (Policy(min_replicas=min_replicas, replica_timeout=timeout) for timeout in (10.0, 0.2))
+        )
         acknowledged: list[str] = []
         for i in range(20):
             if i == 10:
                 lag.hold()
+            ledger = patient if i < 10 else hasty
             try:
                 outcome = ledger.claim("acct", f"key-{i}", "f")
                 assert isinstance(outcome, Reservation)

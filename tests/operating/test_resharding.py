@@ -15,8 +15,8 @@ from idemredis.keys import digest, identify
 from idemredis.operating import interventions
 from idemredis.operating.rows import scan
 from idemredis.operating.tail import Tail
+from tests.support.clusters import keys_in, move_rows, moving, slot_of
 from tests.support.servers import Server
-from tests.support.slots import keys_in, move_rows, moving, slot_of
 from tests.support.waiting import wait_until
 
 from .conftest import Place
@@ -97,7 +97,7 @@ def test_a_check_finds_nothing_wrong(
     monkeypatch.setattr("idemredis.doctor.secrets.token_hex", lambda size: next(names))
 
     async def check() -> doctor.Report:
-        async with redis.asyncio.RedisCluster(host="127.0.0.1", port=place.nodes[0].port) as client:
+        async with redis.asyncio.RedisCluster.from_url(place.url, socket_timeout=1) as client:
             return await doctor.check_async(AsyncLedger(client, namespace=namespace))
 
     with moving(slot, *ends(place, slot)):

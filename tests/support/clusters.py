@@ -1,4 +1,4 @@
-"""Keys of a cluster's slot, and the slot on its way to another server."""
+"""Slots of a cluster: the keys in one, and one on its way to another server; and clients with many connections."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from redis.crc import key_slot
 from idemredis.keys import identify
 
 from .servers import Server
+from .subject import Subject
+from .waiting import wait_until
 
-__all__ = ["keys_in", "move_rows", "moving", "slot_of"]
+__all__ = ["connect_often", "keys_in", "move_rows", "moving", "slot_of"]
 
 
 def slot_of(namespace: str, key: str) -> int:
@@ -42,3 +44,14 @@ def move_rows(slot: int, from_: Server, to: Server) -> None:
     with from_.client() as source:
         if rows := source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 1000):
             source.execute_command("MIGRATE", "127.0.0.1", to.port, "", 0, 5000, "KEYS", *rows)
+
+
+def connect_often(subject: Subject, server: Server, keys: list[str]) -> None:
+    """Have so many calls under way at the server at once that the subject holds as many connections to it."""
+    with server.client() as admin:
+        admin.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
+        claims = [subject.begin("claim", "acct", key, "f") for key in keys]
+        wait_until(lambda: admin.info("clients")["blocked_clients"] == len(keys))
+        admin.execute_command("CLIENT", "UNPAUSE")
+        for claim in claims:
+            subject.release(claim.result(5))
