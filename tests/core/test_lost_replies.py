@@ -145,7 +145,7 @@ def test_a_claim_that_stays_unknown_is_released_so_that_the_next_retry_runs(wire
     assert unavailable.value.unknown
     assert wire.names() == ["unavailable"]
 
-    wait_until(lambda: wire.row()[b"owner"] == b"", 2.0)
+    wait_until(lambda: wire.row()[b"owner"] == b"")
     assert wire.near.claimed(*ROW, "f").generation == 2
 
 
@@ -157,7 +157,7 @@ def test_a_takeover_that_stays_unknown_is_released_so_that_the_next_retry_runs(w
     with pytest.raises(LedgerUnavailable):
         wire.far.claim(*ROW, "f")
 
-    wait_until(lambda: wire.row()[b"owner"] == b"", 2.0)
+    wait_until(lambda: wire.row()[b"owner"] == b"")
     assert wire.near.claimed(*ROW, "f").generation == 3
 
 
@@ -246,7 +246,7 @@ def test_a_renewal_that_stays_unknown_does_not_end_the_attempt(wired: Wired, scr
 
 
 def test_a_completion_that_timed_out_can_be_made_again_with_the_same_token(wired: Wired) -> None:
-    wire = wired("complete", socket_timeout=0.1)
+    wire = wired("complete", socket_timeout=1.0)
     r = wire.far.claimed(*ROW, "f")
     wire.proxy.hold()
     with pytest.raises(LedgerUnavailable) as unavailable:
@@ -271,15 +271,15 @@ def test_a_completion_that_was_lost_on_the_way_can_be_made_again_with_the_same_t
 
 @pytest.mark.parametrize("ours", [True, False], ids=["client_of_ours", "client_without_retries"])
 def test_a_server_that_hangs_is_given_up_after_two_timeouts(wired: Wired, ours: bool) -> None:
-    wire = wired(ours=ours, socket_timeout=0.2)
+    wire = wired(ours=ours, socket_timeout=1.0)
     wire.proxy.hold()
     began = time.monotonic()
     with pytest.raises(LedgerUnavailable):
         wire.far.claim(*ROW, "f")
 
-    assert 0.35 < time.monotonic() - began < 1.5
+    assert 1.9 < time.monotonic() - began < 5.0
     wire.proxy.hold(False)
-    wait_until(lambda: wire.row().get(b"owner") == b"", 2.0)
+    wait_until(lambda: wire.row().get(b"owner") == b"")
 
 
 # Cancelled
@@ -301,7 +301,7 @@ class TestCancelled:
         cancel(future)
         wire.proxy.hold(False)
 
-        wait_until(lambda: wire.row()[b"owner"] == b"", 2.0)
+        wait_until(lambda: wire.row()[b"owner"] == b"")
         assert wire.near.claimed(*ROW, "f").generation == 2
 
     def test_a_completion_that_is_cancelled_on_its_way_can_be_made_again(self, wired: Wired) -> None:

@@ -590,7 +590,7 @@ def test_a_checkpoint_that_is_not_json_is_refused(subject: Subject, data: object
 
 
 def about_retention(subject: Subject, name: str, retention: float = RETENTION) -> bool:
-    return retention * 1000 - 1000 < subject.pttl(name) <= retention * 1000
+    return retention * 1000 - 5000 < subject.pttl(name) <= retention * 1000
 
 
 @every_transition
@@ -613,7 +613,7 @@ def test_a_takeover_near_the_end_of_retention_does_not_expire_in_mid_run(subject
     assert about_retention(subject, subject.row(*ROW))
 
 
-@pytest.mark.parametrize("retention", [1.0, 0.5 * 86400, 10 * 366 * 86400.0], ids=["second", "half_day", "ten_years"])
+@pytest.mark.parametrize("retention", [10.0, 0.5 * 86400, 10 * 366 * 86400.0], ids=["seconds", "half_day", "ten_years"])
 def test_a_row_lives_for_its_retention_in_every_state(
     make_subject: MakeSubject, mode: Mode, server: AnyServer, retention: float
 ) -> None:
@@ -625,7 +625,7 @@ def test_a_row_lives_for_its_retention_in_every_state(
 
 
 def test_a_row_past_its_retention_is_claimed_anew(make_subject: MakeSubject, mode: Mode, server: AnyServer) -> None:
-    subject = make_subject(mode, server, policy=Policy(lease=0.02, retention=0.05))
+    subject = make_subject(mode, server, policy=Policy(lease=0.5, retention=1.0))
     subject.complete(subject.claimed(*ROW, "f"), ANSWER)
 
     def claim_anew() -> Reservation | None:

@@ -18,7 +18,7 @@ from .linearizability import violations
 from .machine import Machine
 from .recording import RecordingRedis, play, troubled
 
-SEEDS = range(12)
+SEEDS = range(30)
 """Games played until the checker finds the mistake; most take one or two."""
 
 SEEN_FROM_OUTSIDE = (

@@ -68,7 +68,7 @@ def place(request: pytest.FixtureRequest, every_key_left_expires: Servers) -> It
         server = every_key_left_expires.get(kind)
         assert isinstance(server, Server)
         made = Place(kind, server.url, [server], None)
-    made.client = connect(made.url)
+    made.client = connect(made.url, 5.0)
     yield made
     made.client.close()
     for node in made.nodes:
@@ -89,7 +89,7 @@ def run(place: Place, namespace: str) -> Run:
     """Run `idemredis`, with the place's URL and the test's namespace."""
 
     def run_it(*words: str, url: str = place.url, namespace: str = namespace, **options: Any) -> Ran:
-        ran = CliRunner().invoke(main, ["--url", url, "--namespace", namespace, *words], **options)
+        ran = CliRunner().invoke(main, ["--url", url, "--namespace", namespace, "--timeout", "5", *words], **options)
         if ran.exception is not None and not isinstance(ran.exception, SystemExit):
             raise ran.exception
         return Ran(ran.exit_code, ran.stdout, ran.stderr)

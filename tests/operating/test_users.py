@@ -62,7 +62,7 @@ def users(place: Place, run: Run) -> Iterator[Users]:
 def app(users: Users) -> Any:
     """The client that an application would make."""
     make = redis.RedisCluster if users.place.kind == "cluster" else redis.Redis
-    return make.from_url(users.url("app"), socket_timeout=1.0)
+    return make.from_url(users.url("app"), socket_timeout=5.0)
 
 
 def test_the_app_leads_rows_through_their_whole_life(users: Users, namespace: str) -> None:

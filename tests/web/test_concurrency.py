@@ -96,6 +96,7 @@ def gunicorn(every_key_left_expires: Servers) -> Iterator[Served]:
         yield served
 
 
+@pytest.mark.timeout(300)
 def test_each_round_of_100_clients_of_four_gunicorn_processes_runs_the_view_once(gunicorn: Served) -> None:
     barrier = threading.Barrier(CLIENTS)
 

@@ -80,7 +80,7 @@ def test_the_wait_is_bounded(waiter: Worker) -> None:
     with pytest.raises(KeyInProgress) as busy:
         waiter.reserve(lambda r: None, "worker", "k", "f", wait=0.3)
     assert 0.3 <= time.monotonic() - began < 10.0
-    assert 29 < busy.value.retry_after < 30
+    assert 20 < busy.value.retry_after < 30
     assert waiter.fields("k") == before
 
 
