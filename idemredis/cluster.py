@@ -46,7 +46,7 @@ class Routed:
 
     def execute_command(self, *words: Any, **options: Any) -> Any:
         row = _row(words)
-        left = self._client.retry.get_retries()
+        retries = left = self._client.retry.get_retries()
         lost: Exception | None = None
         while True:
             try:
@@ -56,7 +56,8 @@ class Routed:
                     lost = error
                 if type(error) not in self._client.ERRORS_ALLOW_RETRY:
                     raise lost or error from None
-                self.mend(row)
+                if left == retries:  # once a call: to look again takes longer than to try again
+                    self.mend(row)
                 if left <= 0:
                     raise lost or error from None
                 left -= 1
@@ -127,7 +128,7 @@ class AsyncRouted:
 
     async def execute_command(self, *words: Any, **options: Any) -> Any:
         row = _row(words)
-        left = self._client.retry.get_retries()
+        retries = left = self._client.retry.get_retries()
         lost: Exception | None = None
         while True:
             try:
@@ -138,7 +139,8 @@ class AsyncRouted:
                     lost = error
                 if type(error) not in self._client.ERRORS_ALLOW_RETRY:
                     raise lost or error from None
-                await self._mend(row)
+                if left == retries:
+                    await self._mend(row)
                 if left <= 0:
                     raise lost or error from None
                 left -= 1
