@@ -41,7 +41,7 @@ def create_app(*, fragile: bool = False) -> Flask:
 
 
 @shop.post("/checkouts")
-@idempotency.protect(lease=1)
+@idempotency.protect(lease=3)
 def check_out() -> ResponseReturnValue:
     order = request.get_json()["order"]
     last = current_reservation.last_checkpoint  # (name, data) of the step that an earlier attempt did last, or None
@@ -84,7 +84,7 @@ def main() -> None:
                     return None
                 return answer
 
-            answer = wait_for(ask)
+            answer = wait_for(ask, 60)
             again = ask()
         with closing(sqlite3.connect(services)) as db:
             calls = db.execute("SELECT step, process FROM calls ORDER BY id").fetchall()

@@ -16,7 +16,7 @@ from typing import NamedTuple
 SLOW = "tok_slow"
 """A test card that is charged at once and answered late."""
 
-SLOW_SECONDS = 3.0
+SLOW_SECONDS = float(os.environ.get("SHOP_SLOW_SECONDS", "3"))
 
 DECLINED = "tok_declined"
 

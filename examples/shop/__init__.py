@@ -22,7 +22,7 @@ from payments import create_app as create_payments
 
 from idemredis import CorruptRow, InvalidKey, Ledger, LedgerUnavailable, Row
 
-AWAY_SECONDS = 4
+AWAY_SECONDS = int(os.environ.get("SHOP_AWAY_SECONDS", "4"))
 """How long Redis hangs when told to: longer than a claim is tried, so that the page is told 503."""
 
 HELD_SECONDS = 5.0

@@ -147,12 +147,17 @@ def test_a_publisher_drops_events_rather_than_hold_up_a_request(
         away = redis.Redis.from_url(proxy.url)
         publisher = Publisher(away, namespace)
         ledger = Ledger(client, namespace=namespace, observers=[publisher])
+        made: list[Reservation] = []
+
+        def is_quick() -> bool:
+            began = time.monotonic()
+            for _ in range(20):
+                made.append(claimed(ledger, "a", f"k{len(made)}"))
+            return time.monotonic() - began < 2.0
+
         proxy.refuse()
-        began = time.monotonic()
-        for i in range(20):
-            claimed(ledger, "a", f"k{i}")
-        assert time.monotonic() - began < 2.0
-        wait_until(lambda: publisher.dropped == 20)
+        assert any(is_quick() for _ in range(3))  # a busy machine is slow once, a publisher that holds up each time
+        wait_until(lambda: publisher.dropped == len(made))
         proxy.refuse(False)
         with client.pubsub(ignore_subscribe_messages=True) as listener:
             listener.subscribe(f"{namespace}:idemredis-events")
@@ -195,7 +200,7 @@ def test_a_forked_child_publishes_too(valkey_server: Server, namespace: str) -> 
         child = os.fork()
         if child == 0:
             publisher(Event("completed", "0" * 12, "", 1, 0.0))
-            publisher.close()
+            publisher.close(30.0)
             os._exit(0)
         os.waitpid(child, 0)
         told = wait_until(lambda: listener.get_message(timeout=0.1))

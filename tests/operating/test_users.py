@@ -116,7 +116,7 @@ def test_the_app_may_wait_for_replicas(users: Users, namespace: str) -> None:
 
 @pytest.mark.parametrize("role", ["app", "viewer", "operator"])
 def test_nobody_reaches_other_rows_or_commands(users: Users, namespace: str, role: str) -> None:
-    client: Any = connect(users.url(role))
+    client: Any = connect(users.url(role), 5.0)
     node = primaries(client)[0]
     words: list[tuple[Any, ...]] = [
         ("FLUSHALL",),

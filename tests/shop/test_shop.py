@@ -23,6 +23,9 @@ from tests.support.waiting import wait_until
 
 SERVE = Path(__file__).parents[2] / "examples" / "serve.py"
 
+LASTING = {"SHOP_SLOW_SECONDS": "8", "SHOP_AWAY_SECONDS": "8"}
+"""Longer than for people: what is to happen meanwhile does so on a busy machine too."""
+
 pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.timeout(90)]
 
 
@@ -51,7 +54,7 @@ def url(folder: Path) -> Iterator[str]:
     command = [sys.executable, "-u", str(SERVE)]
     with subprocess.Popen(
         command,
-        env={**os.environ, "TMPDIR": str(folder)},
+        env={**os.environ, "TMPDIR": str(folder), **LASTING},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -75,10 +75,12 @@ class Server:
         while self._process.poll() is None and time.monotonic() < until:
             with self.client(socket_timeout=1.0, retry=None) as client:
                 try:
-                    client.ping()
-                    return
+                    client.ping()  # refused while it loads; INFO is not
+                    if client.info("server")["process_id"] == self.pid:  # else somebody else was given the port
+                        return
                 except (redis.ConnectionError, redis.TimeoutError):
-                    time.sleep(0.01)
+                    pass
+            time.sleep(0.01)
         self.kill()
         raise RuntimeError(f"{self.kind} did not start: {(self.directory / 'server.log').read_text()[-2000:]}")
 

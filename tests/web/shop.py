@@ -18,7 +18,7 @@ UNSAFE = ["POST", "PUT", "PATCH", "DELETE"]
 
 def create_app(url: str, namespace: str, runs: str) -> Flask:
     app = Flask("shop")
-    app.config.update(IDEMREDIS_URL=url, IDEMREDIS_NAMESPACE=namespace)
+    app.config.update(IDEMREDIS_URL=url, IDEMREDIS_NAMESPACE=namespace, IDEMREDIS_SOCKET_TIMEOUT_SECONDS=5)
     idempotency = Idempotency(app, principal="acme")
 
     @app.get("/up")

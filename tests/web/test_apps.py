@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-import os
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +26,7 @@ from idemredis.settings import DEFAULTS
 from idemredis.testing import Clock
 from tests.conftest import Servers
 from tests.support.proxy import Proxy
-from tests.support.servers import Server, free_port, valkey
+from tests.support.servers import Server, valkey
 from tests.support.waiting import wait_until
 
 from .conftest import MakeSite, Site
@@ -38,7 +36,7 @@ UNSAFE = ("POST", "PUT", "PATCH", "DELETE")
 
 
 def _unreachable() -> redis.Redis:
-    return redis.Redis(port=free_port(), retry=Retry(NoBackoff(), 0))
+    return redis.Redis(port=1, retry=Retry(NoBackoff(), 0))
 
 
 # Settings
@@ -731,14 +729,17 @@ def test_a_server_that_hangs_is_a_503_within_the_timeout_and_the_next_retry_is_n
     with valkey(tmp_path) as server:
         site = make_site(server, client=server.client(socket_timeout=0.3, retry=Retry(NoBackoff(), 0)))
         site.view()
-        site.send("k0")
-        os.kill(server.pid, signal.SIGSTOP)
-        began = time.monotonic()
-        answer = site.send()
-        took = time.monotonic() - began
-        os.kill(server.pid, signal.SIGCONT)
-        assert (answer.status_code, len(site.runs)) == (503, 1)
-        assert took < 2.5
+        wait_until(lambda: site.send("k0").status_code == 201)
+
+        def is_refused_in_time(key: str) -> bool:
+            began = time.monotonic()
+            assert site.send(key).status_code == 503
+            return time.monotonic() - began < 2.5
+
+        server.freeze()
+        assert any(map(is_refused_in_time, ("k1", "k2", "k3")))  # a busy machine is late once, no timeout each time
+        server.thaw()
+        assert len(site.runs) == 1
         assert wait_until(lambda: site.send().status_code == 201)
         assert len(site.runs) == 2
 

@@ -16,7 +16,6 @@ from werkzeug.test import TestResponse
 from idemredis import InProgress, Ledger, Policy
 from idemredis.flask import current_reservation
 from idemredis.testing import Clock
-from tests.support.servers import free_port
 
 from .conftest import MakeSite, Site
 
@@ -133,7 +132,7 @@ def test_a_refusal_has_its_status_code_and_fields_and_runs_and_writes_nothing(
 ) -> None:
     options = dict(refusal.site)
     if options.get("client"):
-        options["client"] = redis.Redis(port=free_port(), retry=Retry(NoBackoff(), 0))
+        options["client"] = redis.Redis(port=1, retry=Retry(NoBackoff(), 0))
     site = make_site(PROTOCOL=protocol, **options)
     site.view()
     refused = refusal.arrange(site, clock)
