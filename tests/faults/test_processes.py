@@ -118,12 +118,12 @@ def test_a_client_that_hangs_up_finds_its_answer_when_it_comes_back(worker: str,
 def test_a_long_view_keeps_its_lease_also_where_the_ledger_was_used_before_the_fork(
     worker: str, preload: bool, make_service: MakeService
 ) -> None:
-    service = make_service(worker, preload=preload, lease=3.0)
+    service = make_service(worker, preload=preload, lease=2.0)
     path = "/slow?seconds=7"
     with service.send("long", path) as connection:
         wait_until(lambda: service.notes("long"))
         refusals = []
-        until = time.monotonic() + 4.0  # longer than the lease, and over well before the view is
+        until = time.monotonic() + 4.0  # two leases, in which it is renewed
         while time.monotonic() < until:
             refusals.append(service.post("long", path).error)
         answer = read_answer(connection)

@@ -146,5 +146,5 @@ def worker(make_worker: MakeWorker, mode: Mode, server: AnyServer, clock: Clock)
 
 @pytest.fixture
 def real_worker(make_worker: MakeWorker, mode: Mode, valkey_server: Server) -> Worker:
-    """A worker over sync and async, on a real server, in real time, with leases of 3 s."""
-    return make_worker(mode, valkey_server, policy=Policy(lease=3.0))
+    """A worker over sync and async, on a real server, in real time, with leases of 2 s."""
+    return make_worker(mode, valkey_server, policy=Policy(lease=2.0))
