@@ -221,7 +221,7 @@ class Batch:
         for part in (reply, replicas):
             if isinstance(part, Exception):
                 raise ours(part, time.monotonic() - sent) from part
-        return operations.acknowledged(call.decode(reply, sent), replicas, self._policy.min_replicas)
+        return operations.acknowledged(call.outcome(reply, sent), replicas, self._policy.min_replicas)
 
     def _waits(self, call: Call[Any]) -> bool:
         return bool(call.durable and self._policy.min_replicas)

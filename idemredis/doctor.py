@@ -20,9 +20,18 @@ from .cluster import routed, was_redirected
 from .errors import CorruptRow, IdempotencyError, LedgerUnavailable
 from .keys import identify
 from .operating import SAMPLE
-from .operating.diagnosis import Finding, Report, Server, client_findings, row_findings, server_findings
+from .operating.diagnosis import (
+    Finding,
+    Report,
+    Server,
+    TTLs,
+    client_findings,
+    clock_finding,
+    row_findings,
+    server_findings,
+)
 from .operating.nodes import Node, Words, address, primaries
-from .operating.rows import Found, look_at, prefix, questions
+from .operating.rows import Found, identity_of, prefix, summarise
 from .operations import Call, Fenced, Replay, Reservation, Row, Stale
 from .policy import Policy
 from .responses import StoredResponse
@@ -35,7 +44,11 @@ T = TypeVar("T")
 SCRATCH = "idemredis-doctor"
 """Principal of the rows that a check tries things on. They are removed, and expire by themselves otherwise."""
 
-SCRATCH_LEASE, SCRATCH_RETENTION = 5.0, 60.0
+SCRATCH_LEASE, SCRATCH_RETENTION = 5.0, 60.123
+"""Seconds. No whole number of them, so that a server that counts whole seconds is found out."""
+
+TICK, COARSE_TICK = 0.02, 1.1
+"""Seconds after which a TTL must have become shorter; the second where the server seems to count whole seconds."""
 
 TRIPS = 20
 """PINGs: enough for a p99 that shows a sick network, and over in a few milliseconds on a well one."""
@@ -66,7 +79,13 @@ class _Ask(NamedTuple):
     commands: Sequence[Words]
 
 
-_Questions: TypeAlias = Generator[_Ask, list[Any], T]
+class _Pause(NamedTuple):
+    """Wait so many seconds."""
+
+    seconds: float
+
+
+_Questions: TypeAlias = Generator[_Ask | _Pause, list[Any], T]
 
 
 def check(ledger: AnyLedger, *, sample: int = SAMPLE, scratch: bool = True) -> Report:
@@ -84,8 +103,12 @@ def check(ledger: AnyLedger, *, sample: int = SAMPLE, scratch: bool = True) -> R
     answers: list[Any] | None = None
     try:
         while True:
-            asked = questions.send(answers)  # type: ignore[arg-type]  # the first is None, as for any generator
-            answers = _send(asked.where, asked.commands)
+            match questions.send(answers):  # type: ignore[arg-type]  # the first is None, as for any generator
+                case _Ask(where, commands):
+                    answers = _send(where, commands)
+                case _Pause(seconds):
+                    time.sleep(seconds)
+                    answers = []
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]  # what the generator returns, which its type says
 
@@ -103,8 +126,12 @@ async def check_async(ledger: AnyLedger, *, sample: int = SAMPLE, scratch: bool 
     answers: list[Any] | None = None
     try:
         while True:
-            asked = questions.send(answers)  # type: ignore[arg-type]  # as above
-            answers = await _send_async(asked.where, asked.commands)
+            match questions.send(answers):  # type: ignore[arg-type]  # as above
+                case _Ask(where, commands):
+                    answers = await _send_async(where, commands)
+                case _Pause(seconds):
+                    await asyncio.sleep(seconds)
+                    answers = []
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
 
@@ -192,7 +219,8 @@ def _examine(ledger: AnyLedger, nodes: Sequence[Node], sample: int, scratch: boo
     if scratch:
         findings += yield from _try_scripts(routed(client), ledger.namespace)
     else:
-        findings.append(Finding("scripts", "unknown", "not tried, as was asked; without --read-only they are"))
+        for name in ("scripts", "clock"):
+            findings.append(Finding(name, "unknown", "not tried, as was asked; without --read-only it is"))
     return Report(tuple(findings), reachable=True)
 
 
@@ -206,10 +234,6 @@ def _meet(node: Node, server: Server) -> _Questions[IdempotencyError | None]:
             return pong
         trips.append(time.monotonic() - sent)
     server.trips = trips
-    before = time.time()
-    [now] = yield _Ask(node, [("TIME",)])
-    if not isinstance(now, Exception):
-        server.skew = (before + time.time()) / 2 - (now[0] + now[1] / 1e6)
     [info] = yield _Ask(node, [("INFO",)])
     if isinstance(info, Exception):
         server.refused = str(info.__cause__ or info)
@@ -231,19 +255,16 @@ def _sample(node: Node, namespace: str, most: int, found: list[Found], sizes: li
         if isinstance(answer, Exception):
             raise answer
         cursor, names = int(answer[0]), [name.decode("ascii", "replace") for name in answer[1]]
-        if names:
-            asked = [("TIME",), *(words for name in names for words in (*questions(name), ("MEMORY USAGE", name)))]
-            now, *answers = yield _Ask(node, asked)
-            if isinstance(now, Exception):
-                raise now
-            for i, name in enumerate(names):
-                *told, size = answers[4 * i : 4 * i + 4]
-                if any(map(was_redirected, told)):
-                    continue  # its slot moves; the sample can do without it
-                row = look_at(name, told, now[0] + now[1] / 1e6)
-                if row is not None and row.identity.principal != SCRATCH:
-                    found.append(row)
-                    sizes += [size] if isinstance(size, int) else []
+        identities = [identity_of(name) for name in names]
+        rows = yield from _call_all(node, [operations.read(identity, body=False) for identity in identities])
+        memory = yield _Ask(node, [("MEMORY USAGE", name) for name in names])
+        for identity, row, size in zip(identities, rows, memory, strict=True):
+            if was_redirected(row):
+                continue  # its slot moves; the sample can do without it
+            seen = summarise(identity, row)
+            if seen is not None and seen.identity.principal != SCRATCH:
+                found.append(seen)
+                sizes += [size] if isinstance(size, int) else []
         if not cursor:
             return True
     return False
@@ -287,46 +308,47 @@ def _topology(client: Any, servers: Sequence[tuple[Node, Server]]) -> _Questions
 
 
 def _try_scripts(client: Any, namespace: str) -> _Questions[list[Finding]]:
-    """Lead two rows through every transition, and remove them."""
+    """Lead two rows through every transition, watch the TTL of one, and remove them."""
     done = identify(namespace, SCRATCH, secrets.token_hex(8))
     failed = identify(namespace, SCRATCH, secrets.token_hex(8))
-    owner, lease, keep = secrets.token_hex(8), SCRATCH_LEASE, SCRATCH_RETENTION
+    owner, lease, keep, now = secrets.token_hex(8), SCRATCH_LEASE, SCRATCH_RETENTION, time.time()
     step = "claim"
     findings: list[Finding] = []
     try:
-        r = _sure(Reservation, (yield from _call(client, operations.claim(done, owner, "f", lease, keep), "EVAL")))
+        first = operations.claim(done, owner, "f", lease, keep, now, "")
+        r = _sure(Reservation, (yield from _call(client, first, cached=False)))
         rest: list[tuple[str, Call[Any]]] = [
             ("renew", operations.renew(r, keep)),
             ("checkpoint", operations.checkpoint(r, "tried", "null", keep)),
             ("complete", operations.complete(r, StoredResponse(204), keep)),
         ]
         for step, call in rest:
+            set_at = time.monotonic()
             if isinstance((yield from _call(client, call)), Fenced):
                 raise CorruptRow(f"{step} was refused to the row's own owner")
-        step = "replay"
-        _sure(Replay, (yield from _call(client, operations.claim(done, "another", "f", lease, keep))))
         step = "read"
-        [fields] = yield _Ask(client, [operations.read(done).words])
-        if isinstance(fields, Exception):
-            raise fields
-        _sure(Row, operations.read(done).decode(fields))
-        [ttl] = yield _Ask(client, [("PTTL", done.row)])
+        row = _sure(Row, (yield from _call(client, operations.read(done))))
+        read_at = time.monotonic()
+        step = "replay"
+        _sure(Replay, (yield from _call(client, operations.claim(done, "another", "f", lease, keep, now, ""))))
 
         step = "claim"
-        r = _sure(Reservation, (yield from _call(client, operations.claim(failed, owner, "f", lease, keep))))
+        r = _sure(Reservation, (yield from _call(client, operations.claim(failed, owner, "f", lease, keep, now, ""))))
         step = "release"
         yield from _call(client, operations.release(failed, 1, owner, keep))
         step = "claim of a stale row"
-        _sure(Stale, (yield from _call(client, operations.claim(failed, "another", "f", lease, keep))))
+        _sure(Stale, (yield from _call(client, operations.claim(failed, "another", "f", lease, keep, now, ""))))
         step = "takeover"
-        taken = yield from _call(client, operations.takeover(failed, 1, "another", "f", lease, keep))
+        taken = yield from _call(client, operations.takeover(failed, 1, "another", "f", lease, keep, ""))
         step = "fail"
         yield from _call(client, operations.fail(_sure(Reservation, taken), StoredResponse(500), keep))
         findings.append(Finding("scripts", "ok", "claimed, renewed, completed, replayed, released, taken over, failed"))
-        if isinstance(ttl, int) and not 0 < ttl <= keep * 1000:
-            findings.append(
-                Finding("scripts", "problem", f"a row was given a TTL of {ttl} ms, where {keep:g} s were asked")
-            )
+        step = "read"
+        ttls = TTLs(keep, row.ttl or 0.0, read_at - set_at)
+        yield _Pause(COARSE_TICK if ttls.coarse else TICK)
+        between = time.monotonic() - read_at
+        row = _sure(Row, (yield from _call(client, operations.read(done))))
+        findings.append(clock_finding(replace(ttls, second=row.ttl or 0.0, between=between)))
     except IdempotencyError as refused:
         why = refused.__cause__ or refused
         denied = any(sign in str(why) for sign in _DENIED)
@@ -337,16 +359,33 @@ def _try_scripts(client: Any, namespace: str) -> _Questions[list[Finding]]:
     return findings
 
 
-def _call(client: Any, call: Call[T], command: str = "EVALSHA") -> _Questions[T]:
-    script = load()[call.script]
-    for how, what in ((command, script.text if command == "EVAL" else script.sha), ("EVAL", script.text)):
-        sent = time.monotonic()
-        [reply] = yield _Ask(client, [(how, what, 1, call.row, *call.args)])
-        if not (isinstance(reply, Exception) and isinstance(reply.__cause__, NoScriptError)):
-            break
-    if isinstance(reply, Exception):
-        raise reply
-    return call.decode(reply, sent)
+def _call(client: Any, call: Call[T], *, cached: bool = True) -> _Questions[T]:
+    [answer] = yield from _call_all(client, [call], cached=cached)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _call_all(client: Any, calls: Sequence[Call[T]], *, cached: bool = True) -> _Questions[list[T | IdempotencyError]]:
+    """Run scripts in one round trip; in a second one those that the server has not seen, or all at once by text."""
+    scripts = load()
+    sent = time.monotonic()
+    replies: list[Any] = []
+    if cached and calls:
+        replies = yield _Ask(client, [("EVALSHA", scripts[c.script].sha, 1, c.row, *c.args) for c in calls])
+    unseen = [i for i in range(len(calls)) if not replies or _is_unseen(replies[i])]
+    if unseen:
+        texts = [("EVAL", scripts[calls[i].script].text, 1, calls[i].row, *calls[i].args) for i in unseen]
+        by_text = dict(zip(unseen, (yield _Ask(client, texts)), strict=True))
+        replies = [by_text.get(i, replies[i] if replies else None) for i in range(len(calls))]
+    return [
+        reply if isinstance(reply, IdempotencyError) else clients.attempt(call.outcome, reply, sent)
+        for call, reply in zip(calls, replies, strict=True)
+    ]
+
+
+def _is_unseen(reply: object) -> bool:
+    return isinstance(getattr(reply, "__cause__", None), NoScriptError)
 
 
 def _sure(kind: type[T], outcome: object) -> T:

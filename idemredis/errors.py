@@ -98,13 +98,15 @@ class CorruptRow(IdempotencyError):
 
     Attributes:
         why: which field is wrong, and how.
+        ttl: seconds until it expires; None where it never does, or where that was not read.
     """
 
-    def __init__(self, why: str) -> None:
+    def __init__(self, why: str, ttl: float | None = None) -> None:
         super().__init__(
             f"the row is corrupt ({why}); look at it with redis-cli, and delete it once you know what it is"
         )
         self.why = why
+        self.ttl = ttl
 
 
 class FencedOut(IdempotencyError):

@@ -35,6 +35,7 @@ class Event:
         digest: 12 hex digits that stand for the row's identity.
         operation: of the row; "" for none.
         generation: of the attempt; 0 where there is none.
+        route: which endpoint or function it was, such as `POST /orders/<id>`; "" where unknown.
         seconds: from the start of the ledger's operation; 0.0 for what happened in the background.
         principal: only from a ledger made with `log_keys=True`.
         key: likewise.
@@ -44,6 +45,7 @@ class Event:
     digest: str
     operation: str
     generation: int
+    route: str
     seconds: float
     principal: str | None = None
     key: str | None = None
@@ -91,4 +93,4 @@ class Teller:
     def _event(self, tell: Tell, seconds: float) -> Event:
         who = tell.identity
         names = (who.principal, who.key) if self._log_keys else (None, None)
-        return Event(tell.event, digest(who.row), who.operation, tell.generation, seconds, *names)
+        return Event(tell.event, digest(who.row), who.operation, tell.generation, tell.route, seconds, *names)

@@ -277,6 +277,7 @@ def _claim(state: _State, options: _Options, request: Request, header: str | Non
             options.operation,
             options.lease,
             settings.wait if options.wait is None else options.wait,
+            route=_route(request),
         )
     except InvalidPrincipal as error:
         logger.warning("a request has no usable principal: %s", error)
@@ -308,6 +309,12 @@ def _claim(state: _State, options: _Options, request: Request, header: str | Non
             return _answer(contract.lost_race() if outcome.stale else contract.in_progress(outcome.retry_after))
         case Reused():
             return _answer(contract.key_reused())
+
+
+def _route(request: Request) -> str:
+    """Return the method and the rule that matched, such as `POST /orders/<id>`; never the path itself."""
+    rule = request.url_rule
+    return f"{request.method} {rule.rule}" if rule is not None else ""
 
 
 def _fingerprint(settings: Settings, options: _Options, request: Request) -> str:

@@ -2,10 +2,10 @@
 
 A flow yields a step and is sent its result, or has its exception thrown in:
 
-    Call, Command   run it on Redis; the result is the decoded outcome
-    Sleep           wait; the result is the local monotonic clock afterwards
-    Later           go on with another flow in the background
-    Tell            an event happened
+    Call     run it on Redis; the result is the decoded outcome
+    Sleep    wait; the result is the local monotonic clock afterwards
+    Later    go on with another flow in the background
+    Tell     an event happened
 
 `Ledger` and `AsyncLedger` drive the same flows, so re-asking, giving up and cancellation are decided here once.
 """
@@ -21,7 +21,6 @@ from .errors import CorruptRow, FencedOut, LedgerUnavailable, NotDurable
 from .keys import Identity
 from .operations import (
     Call,
-    Command,
     Done,
     Fenced,
     InProgress,
@@ -102,6 +101,7 @@ class Tell(NamedTuple):
     event: EventName
     identity: Identity
     generation: int = 0
+    route: str = ""
 
 
 class Later(NamedTuple):
@@ -115,15 +115,24 @@ class GivenUp(Exception):
     """Thrown into a background flow when there is no more time or room for it."""
 
 
-Step: TypeAlias = Call[Any] | Command[Any] | Sleep | Later | Tell
+Step: TypeAlias = Call[Any] | Sleep | Later | Tell
 Flow: TypeAlias = Generator[Step, Any, T]
 
 
 def claim(
-    identity: Identity, owner: str, fingerprint: str, *, lease: float, wait: float, takeover: bool, policy: Policy
+    identity: Identity,
+    owner: str,
+    fingerprint: str,
+    *,
+    lease: float,
+    wait: float,
+    takeover: bool,
+    policy: Policy,
+    created_at: float,
+    route: str,
 ) -> Flow[Outcome]:
     """Reserve the row, take it over when it is stale, or say what is there, after waiting for it up to `wait`."""
-    ask = operations.claim(identity, owner, fingerprint, lease, policy.retention)
+    ask = operations.claim(identity, owner, fingerprint, lease, policy.retention, created_at, route)
     races = 0
     began: float | None = None
     asked = 1  # the generation that an answer which never came may have given us; 0 while none is outstanding
@@ -134,7 +143,9 @@ def claim(
             if isinstance(outcome, Stale) and takeover:
                 asked = outcome.generation + 1
                 outcome = yield from _ask(
-                    operations.takeover(identity, outcome.generation, owner, fingerprint, lease, policy.retention)
+                    operations.takeover(
+                        identity, outcome.generation, owner, fingerprint, lease, policy.retention, route
+                    )
                 )
             asked = 0
             if isinstance(outcome, Lost):
@@ -156,9 +167,9 @@ def claim(
         if asked and _leaves_unknown(error):
             yield _disown(identity, asked, owner, lease, policy)
         if isinstance(error, LedgerUnavailable):
-            yield Tell("unavailable", identity)
+            yield Tell("unavailable", identity, route=route)
         raise
-    yield _told(identity, outcome)
+    yield _told(identity, outcome, route)
     return outcome
 
 
@@ -182,7 +193,7 @@ def leave(r: Reservation, for_review: bool) -> Flow[None]:
     """Leave the row pending until its lease ends."""
     r.hold.end()
     if for_review:
-        yield Tell("held_for_review", r.identity, r.generation)
+        yield _tell("held_for_review", r)
 
 
 def renew(r: Reservation, policy: Policy) -> Flow[None]:
@@ -242,7 +253,7 @@ def _ask(call: Call[T]) -> Flow[T]:
 def _finish(r: Reservation, response: StoredResponse, call: Call[Done | Fenced], event: EventName) -> Flow[None]:
     yield from _end(r, call, event, lambda: Later(_until_stored(r, call, event), len(response.body)))
     if response.omitted:
-        yield Tell("not_stored", r.identity, r.generation)
+        yield _tell("not_stored", r)
 
 
 def _end(r: Reservation, call: Call[Done | Fenced], event: EventName, later: Callable[[], Later]) -> Flow[None]:
@@ -254,10 +265,10 @@ def _end(r: Reservation, call: Call[Done | Fenced], event: EventName, later: Cal
         if not isinstance(error, CorruptRow):
             yield later()
         if isinstance(error, LedgerUnavailable):
-            yield Tell("unavailable", r.identity, r.generation)
+            yield _tell("unavailable", r)
         raise
     yield from _unless_fenced(r, outcome)
-    yield Tell(event, r.identity, r.generation)
+    yield _tell(event, r)
 
 
 def _extend(r: Reservation, call: Call[Renewed | Fenced]) -> Flow[None]:
@@ -286,7 +297,7 @@ def _fenced(r: Reservation) -> Flow[None]:
     told, r.hold.fenced = r.hold.fenced, True
     r.hold.end()
     if not told:
-        yield Tell("fenced", r.identity, r.generation)
+        yield _tell("fenced", r)
 
 
 def _disown(identity: Identity, generation: int, owner: str, lease: float, policy: Policy) -> Later:
@@ -322,11 +333,11 @@ def _until_stored(r: Reservation, call: Call[Done | Fenced], event: EventName) -
                 if isinstance(outcome, Fenced):
                     yield from _fenced(r)
                 else:
-                    yield Tell(event, r.identity, r.generation)
+                    yield _tell(event, r)
                 return
     except GivenUp:
         pass
-    yield Tell("completion_lost", r.identity, r.generation)
+    yield _tell("completion_lost", r)
 
 
 def _gap(waited: float) -> float:
@@ -334,13 +345,17 @@ def _gap(waited: float) -> float:
     return gap * random.uniform(0.75, 1.25)
 
 
-def _told(identity: Identity, outcome: Outcome) -> Tell:
+def _tell(event: EventName, r: Reservation) -> Tell:
+    return Tell(event, r.identity, r.generation, r.route)
+
+
+def _told(identity: Identity, outcome: Outcome, route: str) -> Tell:
     match outcome:
         case Reservation():
-            return Tell("taken_over" if outcome.taken_over else "claimed", identity, outcome.generation)
+            return _tell("taken_over" if outcome.taken_over else "claimed", outcome)
         case Replay():
-            return Tell("replayed", identity, outcome.generation)
+            return Tell("replayed", identity, outcome.generation, route)
         case InProgress():
-            return Tell("in_progress", identity)
+            return Tell("in_progress", identity, route=route)
         case Reused():
-            return Tell("reused", identity)
+            return Tell("reused", identity, route=route)

@@ -4,17 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import re
+from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import quote, unquote
 from uuid import UUID
 
 from .errors import ConfigurationError, InvalidKey, InvalidPrincipal
 
-__all__ = ["MAX_KEY_LENGTH", "Identity", "digest", "identify", "parse_row_name", "valid_key", "valid_principal"]
+__all__ = [
+    "MAX_KEY_LENGTH",
+    "MAX_ROUTE_BYTES",
+    "Identity",
+    "digest",
+    "identify",
+    "parse_row_name",
+    "valid_key",
+    "valid_principal",
+    "valid_route",
+]
 
 MAX_KEY_LENGTH = 255
 """Characters. The limit the large payment APIs publish, so that a client's keys fit everywhere."""
 
+MAX_ROUTE_BYTES = 64
+"""Bytes of UTF-8 that a row's hash keeps packed: one longer value would double the memory of a pending row."""
+
+ROUTES_REMEMBERED = 1024
+"""Routes whose short form is kept: more than a service has endpoints."""
+
+_SHORTENED = b"..."
 _UNENCODED = "-._~/@+=,"
 _PLAIN = re.compile(r"[A-Za-z0-9\-._~/@+=,:]*\Z")
 
@@ -61,6 +79,17 @@ def valid_principal(principal: object) -> str:
     return text
 
 
+def valid_route(route: str) -> str:
+    """Return the name of an endpoint or function as rows and events have it: at most 64 bytes, shortened in the middle.
+
+    Raises:
+        ConfigurationError: it is not a str.
+    """
+    if not isinstance(route, str):
+        raise ConfigurationError(f"a route must be a str, not {type(route).__name__}")
+    return _short(route)
+
+
 def identify(namespace: str, principal: object, key: object, operation: str = "") -> Identity:
     """Name the row of one (principal, operation, key).
 
@@ -101,3 +130,12 @@ def parse_row_name(name: str | bytes) -> tuple[str, str, str, str]:
         raise ValueError(f"not the name of a row: {text!r} has {len(parts)} parts, and a row has 3 or 4")
     namespace, principal, *operation, key = (unquote(part, errors="strict") for part in parts)
     return namespace, principal, operation[0] if operation else "", key
+
+
+@lru_cache(ROUTES_REMEMBERED)
+def _short(route: str) -> str:
+    data = route.encode("utf-8", "backslashreplace")
+    if len(data) > MAX_ROUTE_BYTES:
+        half = (MAX_ROUTE_BYTES - len(_SHORTENED)) // 2
+        data = data[:half] + _SHORTENED + data[-half:]
+    return data.decode("utf-8", "ignore")

@@ -20,8 +20,8 @@ from .cluster import routed, was_redirected
 from .errors import ConfigurationError, LedgerUnavailable
 from .events import Observer, Teller
 from .flows import Flow, Later, Outcome, Sleep, Tell
-from .keys import identify
-from .operations import Call, Command, Reservation, Row
+from .keys import identify, valid_route
+from .operations import Call, Reservation, Row
 from .policy import Policy, check_lease, check_seconds
 from .responses import StoredResponse
 from .scripts import Script, load
@@ -122,6 +122,7 @@ class _Base(Generic[C]):
         lease: float | None,
         wait: float,
         takeover: bool,
+        route: str,
     ) -> Flow[Outcome]:
         identity = identify(self.namespace, principal, key, operation)
         if not isinstance(fingerprint, str) or not fingerprint:
@@ -133,7 +134,15 @@ class _Base(Generic[C]):
         if wait:
             check_seconds("wait", wait)
         return flows.claim(
-            identity, os.urandom(8).hex(), fingerprint, lease=lease, wait=wait, takeover=takeover, policy=self.policy
+            identity,
+            os.urandom(8).hex(),
+            fingerprint,
+            lease=lease,
+            wait=wait,
+            takeover=takeover,
+            policy=self.policy,
+            created_at=time.time(),
+            route=valid_route(route),
         )
 
     def _checkpoint(self, r: Reservation, name: str, data: object) -> Flow[None]:
@@ -159,7 +168,7 @@ class Ledger(_Base[Client]):
         namespace: first part of every row's name.
         observers: called with each `Event`, in the thread where it happened; one that raises is logged once.
         log_keys: put raw keys and principals into events; otherwise only a digest.
-        scripts: the Lua to run; for tests that turn the clock (`idemredis.testing.Clock`).
+        scripts: the Lua to run; for tests that break it on purpose.
 
     Raises:
         ConfigurationError: the client is of another kind, or a setting cannot work with it.
@@ -178,6 +187,7 @@ class Ledger(_Base[Client]):
         lease: float | None = None,
         wait: float = 0.0,
         takeover: bool = True,
+        route: str = "",
     ) -> Outcome:
         """Reserve the operation for this attempt, before anything is changed elsewhere.
 
@@ -189,6 +199,8 @@ class Ledger(_Base[Client]):
             lease: seconds; by default the policy's.
             wait: seconds to wait for another attempt that is running, before `InProgress` is returned.
             takeover: False leaves a stale row to others (`InProgress` with `stale`).
+            route: which endpoint or function this is, for people and metrics: a template such as `POST /orders/<id>`,
+                never a concrete path. More than 64 bytes are shortened in the middle.
 
         Returns:
             `Reservation`: run it, then complete, fail or release. `Replay`: it is done, give this answer.
@@ -200,7 +212,7 @@ class Ledger(_Base[Client]):
             LedgerUnavailable: do not run. Should the claim have been made, it is released in the background.
             NotDurable: fewer than `min_replicas` have it; it is released in the background.
         """
-        return self._drive(self._claim(principal, key, fingerprint, operation, lease, wait, takeover))
+        return self._drive(self._claim(principal, key, fingerprint, operation, lease, wait, takeover, route))
 
     def complete(self, r: Reservation, response: StoredResponse) -> None:
         """Store the answer for every retry until the retention ends. Doing it again has the same effect.
@@ -297,8 +309,6 @@ class Ledger(_Base[Client]):
                         case Later():
                             self._background.begin(step)
                             result = None
-                        case Command():
-                            result = self._read(step)
                 except BaseException as error:
                     step = flow.throw(error)
                 else:
@@ -321,7 +331,7 @@ class Ledger(_Base[Client]):
             unserved = clients.ours(error, time.monotonic() - sent)
             self._tell.timed(call.script, sent, unserved)
             raise unserved from error
-        outcome = call.decode(reply, sent)
+        outcome = call.outcome(reply, sent)
         self._tell.timed(call.script, sent, outcome)
         return outcome
 
@@ -357,14 +367,6 @@ class Ledger(_Base[Client]):
             self._tell.timed(call.script, began, answer)
         return batch.answers
 
-    def _read(self, command: Command[T]) -> T:
-        sent = time.monotonic()
-        try:
-            reply = (self._cluster or self._client).execute_command(*command.words, NEVER_DECODE=True)
-        except ERRORS as error:
-            raise clients.ours(error, time.monotonic() - sent) from error
-        return command.decode(reply)
-
 
 class AsyncLedger(_Base[AsyncClient]):
     """`Ledger` with `await`, over `redis.asyncio.Redis` and its like. Arguments, outcomes and errors are the same.
@@ -397,9 +399,10 @@ class AsyncLedger(_Base[AsyncClient]):
         lease: float | None = None,
         wait: float = 0.0,
         takeover: bool = True,
+        route: str = "",
     ) -> Outcome:
         """See `Ledger.claim`."""
-        return await self._drive(self._claim(principal, key, fingerprint, operation, lease, wait, takeover))
+        return await self._drive(self._claim(principal, key, fingerprint, operation, lease, wait, takeover, route))
 
     async def complete(self, r: Reservation, response: StoredResponse) -> None:
         """See `Ledger.complete`."""
@@ -459,8 +462,6 @@ class AsyncLedger(_Base[AsyncClient]):
                         case Later():
                             self._background.begin(step)
                             result = None
-                        case Command():
-                            result = await self._read(step)
                 except BaseException as error:
                     step = flow.throw(error)
                 else:
@@ -483,7 +484,7 @@ class AsyncLedger(_Base[AsyncClient]):
             unserved = clients.ours(error, time.monotonic() - sent)
             self._tell.timed(call.script, sent, unserved)
             raise unserved from error
-        outcome = call.decode(reply, sent)
+        outcome = call.outcome(reply, sent)
         self._tell.timed(call.script, sent, outcome)
         return outcome
 
@@ -506,14 +507,6 @@ class AsyncLedger(_Base[AsyncClient]):
         for call, answer in zip(calls, batch.answers, strict=True):
             self._tell.timed(call.script, began, answer)
         return batch.answers
-
-    async def _read(self, command: Command[T]) -> T:
-        sent = time.monotonic()
-        try:
-            reply = await (self._cluster or self.client).execute_command(*command.words, NEVER_DECODE=True)
-        except ERRORS as error:
-            raise clients.ours(error, time.monotonic() - sent) from error
-        return command.decode(reply)
 
 
 def _outcome(answer: Any) -> Any:

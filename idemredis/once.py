@@ -19,7 +19,7 @@ from .operations import Replay, Reservation
 from .policy import Policy, check_lease, check_seconds
 from .responses import StoredResponse
 
-__all__ = ["Given", "OnError", "Once", "Question", "check_on_error", "json_answer", "json_failure"]
+__all__ = ["ClaimArguments", "Given", "OnError", "Once", "check_on_error", "json_answer", "json_failure"]
 
 logger = logging.getLogger("idemredis")
 
@@ -30,8 +30,18 @@ LONGEST_MESSAGE = 1000
 
 _JSON = (("content-type", "application/json"),)
 
-Question: TypeAlias = tuple[object, Any, str, str, float | None, float]
-"""What `claim` is asked: principal, key, fingerprint, operation, lease, wait."""
+
+class ClaimArguments(NamedTuple):
+    """What `claim` is called with, in its own order."""
+
+    principal: object
+    key: Any
+    fingerprint: str
+    operation: str
+    lease: float | None
+    wait: float
+    takeover: bool = True
+    route: str = ""
 
 
 class Given(NamedTuple):
@@ -63,13 +73,21 @@ class Once:
             _chooser(part, self._signature) for part in (given.principal, given.key, given.fingerprint)
         )
 
-    def question(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Question:
+    def claim_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClaimArguments:
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         given = self._given
         fingerprint: Any = self._of_arguments(bound) if given.fingerprint is None else self._fingerprint(bound)
         operation = self._name if given.operation is None else given.operation
-        return self._principal(bound), self._key(bound), fingerprint, operation, given.lease, given.wait
+        return ClaimArguments(
+            self._principal(bound),
+            self._key(bound),
+            fingerprint,
+            operation,
+            given.lease,
+            given.wait,
+            route=self._name,
+        )
 
     def answer(self, value: object) -> StoredResponse:
         encode, _ = self._hooks

@@ -13,14 +13,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from .errors import CorruptRow, FencedOut, NotDurable
+from .errors import CorruptRow, FencedOut, LedgerUnavailable, NotDurable
 from .keys import Identity
 from .responses import StoredResponse
 
 __all__ = [
     "BEATS",
     "Call",
-    "Command",
     "Done",
     "Fenced",
     "Hold",
@@ -46,27 +45,39 @@ __all__ = [
 
 T = TypeVar("T")
 
+LONGEST_NUMBER = 15
+"""Digits that the scripts, and JSON readers, hold exactly."""
+
 BEATS = 3
 """Renewals a lease: one or two may be late, or lost, before it runs out."""
 
-Reply = Sequence[Any]  # what Redis answered: a word, then bytes and integers
+Reply = Sequence[Any]  # what Redis answered: a word, the call's token, then bytes and integers
+
+_reads = count(1)  # numbers the reads of this process
 
 
 class Call(NamedTuple, Generic[T]):
-    """One script to run on one row. `decode(reply, sent)` is told when it was sent, by the local monotonic clock."""
+    """One script to run on one row. Its reply repeats `token`, so a reply to another call is noticed."""
 
     script: str
     row: str
+    token: str
     args: tuple[str | bytes | int, ...]
     decode: Callable[[Reply, float], T]
     durable: bool = False  # it counts only once `min_replicas` have it
 
+    def outcome(self, reply: Reply, sent: float) -> T:
+        """Read the reply to this call, which was sent at `sent` by the local monotonic clock.
 
-class Command(NamedTuple, Generic[T]):
-    """One plain command that changes nothing."""
-
-    words: tuple[str, ...]
-    decode: Callable[[dict[bytes, bytes]], T]
+        Raises:
+            CorruptRow: the row is not one of ours.
+            LedgerUnavailable: the reply belongs to another call.
+        """
+        if reply[1] != self.token.encode():
+            raise LedgerUnavailable(
+                f"the reply to {self.script} belongs to another call; the connection is out of step"
+            )
+        return self.decode(reply, sent)
 
 
 class Hold:
@@ -103,6 +114,7 @@ class Reservation:
         generation: the fencing token: 1 at the claim, one more at each takeover.
         owner: the attempt's token.
         checkpoint: (name, data) of the last checkpoint that an attempt saved, or None.
+        route: which endpoint or function it runs, for people and metrics; "" where unknown.
     """
 
     identity: Identity = field(repr=False)
@@ -111,6 +123,7 @@ class Reservation:
     owner: str
     checkpoint: tuple[str, Any] | None = field(hash=False)
     hold: Hold = field(repr=False, compare=False)
+    route: str = field(default="", compare=False)
 
     @property
     def principal(self) -> str:
@@ -183,7 +196,7 @@ class Reused:
 
 
 class Stale(NamedTuple):
-    """The lease of that generation ran out."""
+    """The lease of that generation ran out. Its checkpoint can be read."""
 
     generation: int
 
@@ -208,54 +221,89 @@ class Done(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it is in Redis; `response` is None while it is pending. Times are seconds since the epoch."""
+    """A row as it is in Redis: its fields and its TTL, read at once.
+
+    Attributes:
+        identity: the row's name and the parts it is made of.
+        status: `pending`, `completed` or `failed`.
+        generation, owner, fingerprint: of the attempt that owns it, or finished it; `owner` is "" once released.
+        lease: seconds a pending row is held from its last transition; 0.0 once released.
+        retention: seconds the row lives from its last transition.
+        ttl: seconds until it expires; None where somebody removed the TTL of a finished row.
+        created_at: seconds since the epoch, by the clock of whoever claimed it first; None where it cannot be read.
+            For people: nothing decides by it.
+        route: the endpoint or function; "" where unknown. For people.
+        response: the stored response; None while the row is pending.
+        body_bytes: length of the stored body.
+        last_checkpoint: (name, data), or None.
+        checkpoint_seq: its number; 0 without one.
+    """
 
     identity: Identity = field(repr=False)
     status: str
     generation: int
     owner: str
     fingerprint: str
-    lease_until: float
-    created_at: float
-    updated_at: float
+    lease: float
+    retention: float
+    ttl: float | None
+    created_at: float | None
+    route: str
     response: StoredResponse | None
-    checkpoint: tuple[str, Any] | None
+    body_bytes: int
+    last_checkpoint: tuple[str, Any] | None
+    checkpoint_seq: int
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last transition, by the server's clock; 0.0 where the TTL does not tell."""
+        return 0.0 if self.ttl is None else max(self.retention - self.ttl, 0.0)
+
+    @property
+    def lease_left(self) -> float:
+        """Seconds left on the lease of a pending row, below 0 once it has run out; 0.0 for a finished row."""
+        return self.lease - self.age if self.status == "pending" else 0.0
+
+    @property
+    def stale(self) -> bool:
+        """Whether the row is pending and no attempt holds it: the next claim takes it over."""
+        return self.status == "pending" and self.lease_left <= 0
 
 
 def claim(
-    identity: Identity, owner: str, fingerprint: str, lease: float, retention: float
+    identity: Identity, owner: str, fingerprint: str, lease: float, retention: float, created_at: float, route: str
 ) -> Call[Reservation | Replay | InProgress | Stale | Reused]:
     def decode(reply: Reply, sent: float) -> Reservation | Replay | InProgress | Stale | Reused:
         match reply[0]:
             case b"claimed":
-                return _reservation(identity, owner, fingerprint, lease, reply, sent)
+                return _reservation(identity, owner, fingerprint, lease, route, reply, sent)
             case b"replay":
-                _, status, generation, *answer = reply
-                return Replay(StoredResponse.decode(*answer), int(generation), status == b"failed")
+                _, _, status, generation, *response = reply
+                return Replay(StoredResponse.decode(*response), int(generation), status == b"failed")
             case b"in_progress":
-                return InProgress(int(reply[1]) / 1000)
+                return InProgress(int(reply[2]) / 1000)
             case b"stale":
-                return Stale(int(reply[1]))
+                _checkpoint(reply[3:])  # one that cannot be read is found before the takeover, not after it
+                return Stale(int(reply[2]))
             case b"reused":
                 return Reused()
             case _:
-                raise CorruptRow(reply[1].decode())
+                raise CorruptRow(reply[2].decode())
 
-    return Call(
-        "claim", identity.row, (owner, fingerprint, milliseconds(lease), milliseconds(retention)), decode, durable=True
-    )
+    times = (milliseconds(lease), milliseconds(retention), milliseconds(created_at))
+    return Call("claim", identity.row, owner, (owner, fingerprint, *times, route), decode, durable=True)
 
 
 def takeover(
-    identity: Identity, generation: int, owner: str, fingerprint: str, lease: float, retention: float
+    identity: Identity, generation: int, owner: str, fingerprint: str, lease: float, retention: float, route: str
 ) -> Call[Reservation | Lost]:
     def decode(reply: Reply, sent: float) -> Reservation | Lost:
         if reply[0] == b"lost":
             return Lost()
-        return _reservation(identity, owner, fingerprint, lease, reply, sent)
+        return _reservation(identity, owner, fingerprint, lease, route, reply, sent)
 
     args = (generation, owner, fingerprint, milliseconds(lease), milliseconds(retention))
-    return Call("takeover", identity.row, args, decode, durable=True)
+    return Call("takeover", identity.row, owner, args, decode, durable=True)
 
 
 def complete(r: Reservation, response: StoredResponse, retention: float) -> Call[Done | Fenced]:
@@ -267,27 +315,29 @@ def fail(r: Reservation, response: StoredResponse, retention: float) -> Call[Don
 
 
 def release(identity: Identity, generation: int, owner: str, retention: float) -> Call[Done | Fenced]:
-    return Call("release", identity.row, (generation, owner, milliseconds(retention)), _done)
+    return Call("release", identity.row, owner, (generation, owner, milliseconds(retention)), _done)
 
 
 def renew(r: Reservation, retention: float) -> Call[Renewed | Fenced]:
     lease = r.hold.lease
-    return Call(
-        "renew", r.identity.row, (r.generation, r.owner, milliseconds(lease), milliseconds(retention)), _renewed(lease)
-    )
+    args = (r.generation, r.owner, milliseconds(lease), milliseconds(retention))
+    return Call("renew", r.identity.row, r.owner, args, _renewed(lease))
 
 
 def checkpoint(r: Reservation, name: str, data: str, retention: float) -> Call[Renewed | Fenced]:
     lease = r.hold.lease
     args = (r.generation, r.owner, milliseconds(lease), milliseconds(retention), name, data, next(r.hold.sequence))
-    return Call("checkpoint", r.identity.row, args, _renewed(lease))
+    return Call("checkpoint", r.identity.row, r.owner, args, _renewed(lease))
 
 
-def read(identity: Identity) -> Command[Row | None]:
-    def decode(fields: dict[bytes, bytes]) -> Row | None:
-        return _row(identity, fields) if fields else None
+def read(identity: Identity, *, body: bool = True) -> Call[Row | None]:
+    """Read the row; without its body, only the body's length is sent by the server."""
 
-    return Command(("HGETALL", identity.row), decode)
+    def decode(reply: Reply, sent: float) -> Row | None:
+        return None if reply[0] == b"none" else _row(identity, reply, body)
+
+    token = str(next(_reads))
+    return Call("read", identity.row, token, (token, int(body)), decode)
 
 
 def acknowledged(outcome: T, replicas: int, required: int) -> T:
@@ -311,16 +361,14 @@ def milliseconds(seconds: float) -> int:
 
 def _finish(script: str, r: Reservation, response: StoredResponse, retention: float) -> Call[Done | Fenced]:
     args = (r.generation, r.owner, milliseconds(retention), *response.encode())
-    return Call(script, r.identity.row, args, _done, durable=True)
+    return Call(script, r.identity.row, r.owner, args, _done, durable=True)
 
 
 def _reservation(
-    identity: Identity, owner: str, fingerprint: str, lease: float, reply: Reply, sent: float
+    identity: Identity, owner: str, fingerprint: str, lease: float, route: str, reply: Reply, sent: float
 ) -> Reservation:
-    noted, last = 0, None
-    if len(reply) > 2:
-        last, noted = _checkpoint(*reply[2:5])
-    return Reservation(identity, fingerprint, int(reply[1]), owner, last, Hold(lease, sent, noted))
+    last, noted = _checkpoint(reply[3:])
+    return Reservation(identity, fingerprint, int(reply[2]), owner, last, Hold(lease, sent, noted), route)
 
 
 def _done(reply: Reply, sent: float) -> Done | Fenced:
@@ -331,44 +379,52 @@ def _renewed(lease: float) -> Callable[[Reply, float], Renewed | Fenced]:
     return lambda reply, sent: Fenced() if reply[0] == b"fenced" else Renewed(sent + lease)
 
 
-def _row(identity: Identity, fields: dict[bytes, bytes]) -> Row:
+def _row(identity: Identity, reply: Reply, body: bool) -> Row:
+    word, _, pttl, *fields = reply
+    ttl = None if pttl < 0 else pttl / 1000
+    if word == b"corrupt":
+        raise CorruptRow(fields[0].decode(), ttl)
+    status, generation, owner, fingerprint, lease, retention, created_at, route, *rest = fields
     try:
-        status = fields[b"status"].decode()
-        if status not in ("pending", "completed", "failed"):
-            raise CorruptRow("status is unknown")
-        response, last = None, None
-        if status != "pending":
+        response_status, response_headers, response_body, response_omitted, *noted = rest
+        response, body_bytes = None, 0
+        if response_status:
+            body_bytes = len(response_body) if body else int(response_body)
             response = StoredResponse.decode(
-                fields[b"response_status"],
-                fields[b"response_headers"],
-                fields[b"response_body"],
-                fields.get(b"response_omitted", b""),
+                response_status, response_headers, response_body if body else b"", response_omitted
             )
-        if b"checkpoint" in fields:
-            last, _ = _checkpoint(fields[b"checkpoint"], fields[b"checkpoint_data"], fields[b"checkpoint_seq"])
-        lease_until, created_at, updated_at = (
-            int(fields[name]) / 1000 for name in (b"lease_until", b"created_at", b"updated_at")
-        )
-        return Row(
-            identity,
-            status,
-            int(fields[b"generation"]),
-            fields[b"owner"].decode(),
-            fields[b"fingerprint"].decode(),
-            lease_until,
-            created_at,
-            updated_at,
-            response,
-            last,
-        )
-    except KeyError as missing:
-        raise CorruptRow(f"{missing.args[0].decode()} is missing") from None
-    except ValueError as error:
-        raise CorruptRow(str(error)) from None
+        last, sequence = _checkpoint(noted if noted[2] else ())
+    except CorruptRow as error:
+        raise CorruptRow(error.why, ttl) from None
+    return Row(
+        identity,
+        status.decode(),
+        int(generation),
+        _text(owner),
+        _text(fingerprint),
+        int(lease) / 1000,
+        int(retention) / 1000,
+        ttl,
+        int(created_at) / 1000 if created_at.isdigit() and len(created_at) <= LONGEST_NUMBER else None,
+        _text(route),
+        response,
+        body_bytes,
+        last,
+        sequence,
+    )
 
 
-def _checkpoint(name: bytes, data: bytes, sequence: bytes) -> tuple[tuple[str, Any], int]:
+def _checkpoint(fields: Sequence[bytes]) -> tuple[tuple[str, Any] | None, int]:
+    """Return the checkpoint and its number; None and 0 where there are no fields."""
+    if not fields:
+        return None, 0
+    name, data, sequence = fields
     try:
         return (name.decode(), json.loads(data)), int(sequence)
     except (ValueError, RecursionError) as error:
         raise CorruptRow(f"the checkpoint cannot be read: {error}") from None
+
+
+def _text(value: bytes) -> str:
+    """Return what another program may have written, for people to read."""
+    return value.decode("utf-8", "backslashreplace")

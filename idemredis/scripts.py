@@ -15,7 +15,7 @@ from .errors import ConfigurationError
 
 __all__ = ["NAMES", "Script", "load"]
 
-NAMES = ("claim", "takeover", "complete", "fail", "release", "renew", "checkpoint")
+NAMES = ("claim", "takeover", "complete", "fail", "release", "renew", "checkpoint", "read")
 
 _INCLUDE = re.compile(r"^-- include (lib/\w+\.lua)\n", re.MULTILINE)
 
@@ -31,16 +31,10 @@ class Script(NamedTuple):
 @cache
 def load() -> Mapping[str, Script]:
     """Return every script by its name, fragments joined in."""
-    return assemble({})
-
-
-def assemble(fragments: Mapping[str, str]) -> Mapping[str, Script]:
-    """Return every script with some fragments of `lua/lib/` replaced: `{"lib/clock.lua": text}`."""
     root = _root()
 
     def fragment(match: re.Match[str]) -> str:
-        name = match[1]
-        return fragments.get(name) or root.joinpath(name).read_text("utf-8")
+        return root.joinpath(match[1]).read_text("utf-8")
 
     scripts = {}
     for name in NAMES:

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
     from opentelemetry.trace import TracerProvider
 
-__all__ = ["MOST_OPERATIONS", "OTHER_OPERATION", "Telemetry"]
+__all__ = ["MOST_NAMES", "OTHER_NAME", "Telemetry"]
 
-MOST_OPERATIONS = 100
-"""Operations that are labels of their own: they are the names of functions and endpoints, so this is plenty."""
+MOST_NAMES = 100
+"""Operations, and routes, that are labels of their own: they are functions and endpoints, so this is plenty."""
 
-OTHER_OPERATION = "other"
-"""The label of any further one: a label that a client could choose would cost a metric each."""
+OTHER_NAME = "other"
+"""The label of every further one: each distinct label costs memory, here and in the metrics server."""
 
 HELD_AT_MOST = 900.0
 """Seconds for which a reservation counts as held when its end is never told; the `max_hold` there is by default."""
@@ -45,7 +45,7 @@ _BAD = frozenset[EventName]({"fenced", "completion_lost", "unavailable"})
 class Telemetry:
     """An observer that makes metrics and spans of events.
 
-    - counter `idempotency.outcomes`, by `outcome` (an event's name) and `operation`
+    - counter `idempotency.outcomes`, by `outcome` (an event's name), `operation` and `route`
     - histogram `idempotency.call.duration` in seconds, by `script` and `outcome`
     - gauge `idempotency.reservations.held` of this process
     - a span `idempotency.claim` for each claim, and `idempotency.completion` for each end of an attempt, within the
@@ -81,10 +81,12 @@ class Telemetry:
         self._lock = threading.RLock()  # the garbage collector may bring an event in the middle of another
         self._held: OrderedDict[tuple[str, int], float] = OrderedDict()
         self._operations: set[str] = set()
+        self._routes: set[str] = set()
 
     def __call__(self, event: Event) -> None:
         """Count an event, and make a span of it."""
-        self._outcomes.add(1, {"outcome": event.name, "operation": self._operation(event.operation)})
+        operation, route = _label(event.operation, self._operations), _label(event.route, self._routes)
+        self._outcomes.add(1, {"outcome": event.name, "operation": operation, "route": route})
         self._hold(event)
         if event.name in _CLAIM or (event.name == "unavailable" and not event.generation):
             self._span("idempotency.claim", event)
@@ -94,14 +96,6 @@ class Telemetry:
     def timed(self, script: str, seconds: float, outcome: str) -> None:
         """Note how long one script took: the ledger tells every observer that has this method."""
         self._calls.record(seconds, {"script": script, "outcome": outcome})
-
-    def _operation(self, operation: str) -> str:
-        if operation in self._operations:
-            return operation
-        if len(self._operations) >= MOST_OPERATIONS:
-            return OTHER_OPERATION
-        self._operations.add(operation)
-        return operation
 
     def _hold(self, event: Event) -> None:
         attempt = (event.digest, event.generation)
@@ -130,8 +124,18 @@ class Telemetry:
                 "idempotency.digest": event.digest,
                 "idempotency.generation": event.generation,
                 "idempotency.operation": event.operation,
+                "idempotency.route": event.route,
             },
         )
         if event.name in _BAD:
             span.set_status(self._error)
         span.end(now)
+
+
+def _label(name: str, known: set[str]) -> str:
+    """Return the name, or one label for all names beyond the most that are kept apart."""
+    if name not in known:
+        if len(known) >= MOST_NAMES:
+            return OTHER_NAME
+        known.add(name)
+    return name

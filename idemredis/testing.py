@@ -1,48 +1,64 @@
-"""For users' own tests: a server clock that is turned by hand.
+"""For users' own tests: a clock that is turned by hand.
 
-clock = Clock()
-ledger = Ledger.from_url("memory://", scripts=clock)
-...
-clock.turn(31)      # the lease of 30 s has run out, and nobody slept
+A row's TTL is its clock, so a row that is made 31 seconds older is a row whose lease of 30 seconds is over:
+
+    ledger = Ledger.from_url("memory://")
+    ledger.claim("acct_1", "key-1", "f")
+    Clock(ledger).turn(31)              # nobody slept; the next claim takes the row over
+
+The ledger and its scripts are the unmodified ones, on any server and client. With an `AsyncLedger` it is
+`await AsyncClock(ledger).turn(31)`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Mapping
+from typing import Any
 
-from .scripts import NAMES, Script, assemble
+from .ledger import AsyncLedger, Ledger
+from .operating.rows import prefix
+from .operations import milliseconds
 
-__all__ = ["Clock"]
+__all__ = ["AsyncClock", "Clock"]
+
+_AGE = """
+local row, elapsed = KEYS[1], ARGV[1]
+local ttl = redis.call('PTTL', row)
+if ttl >= 0 then redis.call('PEXPIRE', row, ttl - elapsed) end
+"""
 
 
-class Clock(Mapping[str, Script]):
-    """The ledger's scripts with the server's clock standing still until it is turned.
+class Clock:
+    """Makes every row of a ledger older, and so turns the only clock that a ledger has.
 
-    It decides when leases end. Redis itself goes on expiring rows by its own clock. Works with every server and
-    client; each turn makes new scripts, so it is not for production.
+    A row whose retention is over by then expires; a row that is claimed afterwards is new. Redis's own clock and the
+    local one go on, so `held` and heartbeats follow real time.
+
+    Args:
+        ledger: a `Ledger`; in a Flask application the one that was given to `Idempotency(ledger=…)`.
     """
 
-    def __init__(self) -> None:
-        self._now = time.time_ns() // 1_000_000
-        self._scripts: Mapping[str, Script] = {}
-        self.turn(0)
-
-    @property
-    def milliseconds(self) -> int:
-        """What the scripts read as the time, in milliseconds since the epoch."""
-        return self._now
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
 
     def turn(self, seconds: float) -> None:
-        """Move the clock on by so many seconds (or back, where negative)."""
-        self._now += round(seconds * 1000)
-        self._scripts = assemble({"lib/clock.lua": f"local function now_ms() return {self._now} end\n"})
+        """Make every row older by so many seconds; younger where negative, as when a server's clock steps back."""
+        client: Any = self._ledger.client
+        for row in list(client.scan_iter(_rows(self._ledger))):
+            client.eval(_AGE, 1, row, milliseconds(seconds))
 
-    def __getitem__(self, name: str) -> Script:
-        return self._scripts[name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(NAMES)
+class AsyncClock:
+    """`Clock` for an `AsyncLedger`."""
 
-    def __len__(self) -> int:
-        return len(NAMES)
+    def __init__(self, ledger: AsyncLedger) -> None:
+        self._ledger = ledger
+
+    async def turn(self, seconds: float) -> None:
+        """Make every row older by so many seconds; younger where negative."""
+        client: Any = self._ledger.client
+        for row in [row async for row in client.scan_iter(_rows(self._ledger))]:
+            await client.eval(_AGE, 1, row, milliseconds(seconds))
+
+
+def _rows(ledger: Ledger | AsyncLedger) -> str:
+    return f"{prefix(ledger.namespace)}*"

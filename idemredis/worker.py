@@ -27,7 +27,7 @@ from .errors import (
     PreviousAttemptFailed,
 )
 from .flows import Flow, Outcome
-from .once import Given, Once, OnError, Question, check_on_error, json_answer, json_failure
+from .once import ClaimArguments, Given, Once, OnError, check_on_error, json_answer, json_failure
 from .operating import SAMPLE
 from .operations import InProgress, Replay, Reservation
 from .policy import Policy
@@ -60,7 +60,7 @@ class Reserved(Reservation):
     response: StoredResponse | None
 
     def __init__(self, r: Reservation) -> None:
-        super().__init__(r.identity, r.fingerprint, r.generation, r.owner, r.checkpoint, r.hold)
+        super().__init__(r.identity, r.fingerprint, r.generation, r.owner, r.checkpoint, r.hold, r.route)
         self.result = None
         self.response = None
 
@@ -98,6 +98,7 @@ class Ledger(ledger.Ledger):
         lease: float | None = None,
         wait: float = 0.0,
         on_error: OnError = "release",
+        route: str = "",
     ) -> AbstractContextManager[Reserved]:
         """Hold the operation for a `with` block, whose lease is renewed while it runs; leaving it completes the row.
 
@@ -106,7 +107,7 @@ class Ledger(ledger.Ledger):
         work is done.
 
         Args:
-            principal, key, fingerprint, operation, lease, wait: as for `claim`.
+            principal, key, fingerprint, operation, lease, wait, route: as for `claim`.
             on_error: what an exception does to the row: `release` (the next retry runs at once), `hold` (the row
                 stays pending until its lease ends), or `store` (a final failure that is not run again). An
                 `IdempotencyError` and what is not an `Exception` (a cancellation, say) are never stored. After
@@ -118,7 +119,9 @@ class Ledger(ledger.Ledger):
             KeyReused: the key was used for something else.
             LedgerUnavailable, NotDurable, CorruptRow, InvalidKey, InvalidPrincipal, ConfigurationError: as `claim`.
         """
-        return self._reserve((principal, key, fingerprint, operation, lease, wait), check_on_error(on_error))
+        return self._reserve(
+            ClaimArguments(principal, key, fingerprint, operation, lease, wait, route=route), check_on_error(on_error)
+        )
 
     def once(
         self,
@@ -170,7 +173,7 @@ class Ledger(ledger.Ledger):
 
             @wraps(function)
             def run(*args: P.args, **kwargs: P.kwargs) -> R:
-                outcome = self.claim(*once.question(args, kwargs))
+                outcome = self.claim(*once.claim_arguments(args, kwargs))
                 if isinstance(outcome, Replay):
                     return once.value_of(outcome)  # type: ignore[no-any-return]  # what the function once returned
                 with self._hold(_reserved(outcome), on_error) as r:
@@ -200,8 +203,8 @@ class Ledger(ledger.Ledger):
         return doctor.check(self, sample=sample, scratch=scratch)
 
     @contextmanager
-    def _reserve(self, question: Question, on_error: OnError) -> Generator[Reserved]:
-        with self._hold(_reserved(self.claim(*question)), on_error) as r:
+    def _reserve(self, arguments: ClaimArguments, on_error: OnError) -> Generator[Reserved]:
+        with self._hold(_reserved(self.claim(*arguments)), on_error) as r:
             yield r
 
     @contextmanager
@@ -227,9 +230,12 @@ class AsyncLedger(ledger.AsyncLedger):
         lease: float | None = None,
         wait: float = 0.0,
         on_error: OnError = "release",
+        route: str = "",
     ) -> AbstractAsyncContextManager[Reserved]:
         """See `Ledger.reserve`; here it is for `async with`."""
-        return self._reserve((principal, key, fingerprint, operation, lease, wait), check_on_error(on_error))
+        return self._reserve(
+            ClaimArguments(principal, key, fingerprint, operation, lease, wait, route=route), check_on_error(on_error)
+        )
 
     def once(
         self,
@@ -257,7 +263,7 @@ class AsyncLedger(ledger.AsyncLedger):
 
             @wraps(function)
             async def run(*args: P.args, **kwargs: P.kwargs) -> R:
-                outcome = await self.claim(*once.question(args, kwargs))
+                outcome = await self.claim(*once.claim_arguments(args, kwargs))
                 if isinstance(outcome, Replay):
                     return once.value_of(outcome)  # type: ignore[no-any-return]  # what the function once returned
                 async with self._hold(_reserved(outcome), on_error) as r:
@@ -284,8 +290,8 @@ class AsyncLedger(ledger.AsyncLedger):
         return await doctor.check_async(self, sample=sample, scratch=scratch)
 
     @asynccontextmanager
-    async def _reserve(self, question: Question, on_error: OnError) -> AsyncGenerator[Reserved]:
-        async with self._hold(_reserved(await self.claim(*question)), on_error) as r:
+    async def _reserve(self, arguments: ClaimArguments, on_error: OnError) -> AsyncGenerator[Reserved]:
+        async with self._hold(_reserved(await self.claim(*arguments)), on_error) as r:
             yield r
 
     @asynccontextmanager

@@ -7,31 +7,29 @@ ARGV
   1  generation        integer   what claim or takeover answered
   2  owner             text      the attempt's token
   3  lease             ms        new length, from now
-  4  retention         ms        from now
+  4  retention         ms        from now: the row's TTL
   5  checkpoint        text      name of the step that is done
   6  checkpoint_data   JSON
   7  checkpoint_seq    integer   grows with each checkpoint of the attempt
 
 REPLY
-  saved                      noted; or a later one of this attempt already is, and stays
-  fenced                     another attempt owns the row, or it is gone or finished; nothing changed
+  saved    token             noted; or a later one of this attempt already is, and stays
+  fenced   token             another attempt owns the row, or it is gone or finished; nothing changed
 
-WRITES  checkpoint, checkpoint_data, checkpoint_seq, lease_until, updated_at and the TTL, and only on "saved"
+WRITES  checkpoint, checkpoint_data, checkpoint_seq, lease, retention and the TTL, and only on "saved"
 ]]
 -- include lib/clock.lua
--- include lib/numbers.lua
 -- include lib/fence.lua
 local row = KEYS[1]
 local generation, owner, lease, retention = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local checkpoint, checkpoint_data, checkpoint_seq = ARGV[5], ARGV[6], ARGV[7]
 
-local now = now_ms()
-if not holds(row, generation, owner) then return {'fenced'} end
-local noted = integer(redis.call('HMGET', row, 'checkpoint_seq')[1]) or 0
+local current_lease, current_retention = held_by(row, generation, owner)
+if not current_lease then return {'fenced', owner} end
+local noted = tonumber(redis.call('HMGET', row, 'checkpoint_seq')[1] or '0') or 0
 
-redis.call('PEXPIRE', row, retention)
-redis.call('HSET', row, 'lease_until', text(now + lease), 'updated_at', text(now))
+restart_clock(row, current_retention, retention, 'lease', lease)
 if tonumber(checkpoint_seq) > noted then
   redis.call('HSET', row, 'checkpoint', checkpoint, 'checkpoint_data', checkpoint_data, 'checkpoint_seq', checkpoint_seq)
 end
-return {'saved'}
+return {'saved', owner}

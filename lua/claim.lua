@@ -7,58 +7,53 @@ ARGV
   1  owner         text      the attempt's token
   2  fingerprint   text      digest of what is asked
   3  lease         ms        from now
-  4  retention     ms        from now
+  4  retention     ms        from now: the row's TTL
+  5  created_at    ms        since the epoch, by the caller's clock; for people
+  6  route         text      which endpoint or function it is, or empty; for people
 
 REPLY
-  claimed      generation [checkpoint checkpoint_data checkpoint_seq]   this attempt owns the row, also when it asks again
-  replay       status generation response_status response_headers response_body response_omitted   the row is finished
-  in_progress  lease_ms      another attempt's lease ends that far from now
-  stale        generation    another attempt's lease ran out: a takeover of this generation may win
-  reused                     the row was claimed for another fingerprint
-  corrupt      why           the row is not one that this ledger wrote
+  claimed      token generation [checkpoint checkpoint_data checkpoint_seq]   this attempt owns the row, also when it asks again
+  replay       token status generation response_status response_headers response_body response_omitted   the row is finished
+  in_progress  token lease_ms      another attempt's lease ends that far from now
+  stale        token generation [checkpoint checkpoint_data checkpoint_seq]   another attempt's lease ran out: a takeover of this generation may win
+  reused       token               the row was claimed for another fingerprint
+  corrupt      token why           the row is not one that this ledger wrote
 
-WRITES  only on "claimed": a new row whole and its TTL; for the attempt's own row lease_until, updated_at and its TTL
+WRITES  only on "claimed": a new row whole and its TTL; for the attempt's own row its TTL, and lease and retention where they change
 ]]
 -- include lib/clock.lua
--- include lib/numbers.lua
 -- include lib/row.lua
 local row = KEYS[1]
-local owner, fingerprint, lease, retention = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
+local owner, fingerprint, lease, retention, created_at, route = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5], ARGV[6]
 
-local current = redis.call('HMGET', row, 'status', 'generation', 'owner', 'fingerprint', 'lease_until')
-local status, generation, lease_until = current[1], current[2], current[5]
-
-if not status and redis.call('EXISTS', row) == 0 then
-  local now = now_ms()
-  redis.call('HSET', row, 'status', 'pending', 'generation', '1', 'owner', owner, 'fingerprint', fingerprint,
-    'lease_until', text(now + lease), 'created_at', text(now), 'updated_at', text(now))
-  local expiry = redis.pcall('PEXPIRE', row, retention)
-  if type(expiry) == 'table' and expiry.err then
+local attempt = attempt_of(row)
+local ttl = redis.call('PTTL', row)
+if ttl == -2 then
+  local refused = start_clock(row, retention, 'status', 'pending', 'generation', '1', 'owner', owner,
+    'fingerprint', fingerprint, 'lease', lease, 'created_at', created_at, unpack(route == '' and {} or {'route', route}))
+  if refused then
     redis.call('DEL', row)
-    return expiry
+    return refused
   end
-  return {'claimed', '1'}
+  return {'claimed', owner, '1'}
 end
 
-local why = fault(status, generation, current[3], current[4], lease_until)
-if why then return {'corrupt', why} end
-if current[4] ~= fingerprint then return {'reused'} end
+local progress = progress_of(row)
+local why = fault(attempt, progress, ttl)
+if why then return {'corrupt', owner, why} end
+local status, generation, current_owner = attempt[1], attempt[2], attempt[3]
+local current_fingerprint, current_lease, current_retention = attempt[4], attempt[5], attempt[6]
+if current_fingerprint ~= fingerprint then return {'reused', owner} end
 
 if status ~= 'pending' then
-  local response = redis.call('HMGET', row, 'response_status', 'response_headers', 'response_body', 'response_omitted')
-  if not integer(response[1]) then return {'corrupt', 'response_status is not an integer'} end
-  if not response[2] then return {'corrupt', 'response_headers is missing'} end
-  if not response[3] then return {'corrupt', 'response_body is missing'} end
-  return {'replay', status, generation, response[1], response[2], response[3], response[4] or ''}
+  return {'replay', owner, status, generation, progress[1], progress[2], progress[3], progress[4] or ''}
 end
 
-local now = now_ms()
-if current[3] == owner then
-  redis.call('HSET', row, 'lease_until', text(now + lease), 'updated_at', text(now))
-  redis.call('PEXPIRE', row, retention)
-  return claimed(row, generation)
+if current_owner == owner then
+  extend_lease(row, current_lease, current_retention, lease, retention)
+  return with_checkpoint({'claimed', owner, generation}, progress)
 end
 
-local left = integer(lease_until) - now
-if left > 0 then return {'in_progress', text(left)} end
-return {'stale', generation}
+local left = lease_left(current_lease, current_retention, ttl)
+if left > 0 then return {'in_progress', owner, left} end
+return with_checkpoint({'stale', owner, generation}, progress)

@@ -6,26 +6,27 @@ KEYS
 ARGV
   1  generation    integer   what claim or takeover answered
   2  owner         text      the attempt's token
-  3  retention     ms        from now
+  3  retention     ms        from now: the row's TTL
 
 REPLY
-  released                   given up now, or before
-  fenced                     another attempt owns the row, or it is gone or finished; nothing changed
+  released   token           given up now, or before
+  fenced     token           another attempt owns the row, or it is gone or finished; nothing changed
 
-WRITES  owner, lease_until, updated_at and the TTL, and only on "released" (asked again: the TTL alone)
+WRITES  owner, lease, retention and the TTL, and only on "released" (asked again: the TTL, and retention where it changes)
 ]]
 -- include lib/clock.lua
--- include lib/numbers.lua
 -- include lib/fence.lua
 local row = KEYS[1]
 local generation, owner, retention = ARGV[1], ARGV[2], ARGV[3]
 
-local now = now_ms()
-local before = holds(row, generation, '')
-if not before and not holds(row, generation, owner) then return {'fenced'} end
-
-redis.call('PEXPIRE', row, retention)
-if not before then
-  redis.call('HSET', row, 'owner', '', 'lease_until', text(now), 'updated_at', text(now))
+local _, kept = held_by(row, generation, '')
+if kept then
+  restart_clock(row, kept, retention)
+  return {'released', owner}
 end
-return {'released'}
+
+local _, current_retention = held_by(row, generation, owner)
+if not current_retention then return {'fenced', owner} end
+
+restart_clock(row, current_retention, retention, 'owner', '', 'lease', '0')
+return {'released', owner}

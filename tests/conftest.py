@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from idemredis.testing import Clock
-
+from .support.clock import TurnedClock
 from .support.servers import Memory, Server, start
 from .support.subject import AnyServer, MakeSubject, Mode, Subject
 
@@ -70,6 +69,8 @@ def every_key_left_expires(all_servers: Servers) -> Iterator[Servers]:
     yield all_servers
     for server in all_servers.used:
         with server.client() as client:
+            if server.kind != "fakeredis":
+                assert "cmdstat_time" not in client.info("commandstats"), f"TIME was called on {server.kind}"
             keys = client.keys()
             lasting = [key for key in keys if client.pttl(key) == -1]
             client.flushall()
@@ -98,18 +99,19 @@ def mode(request: pytest.FixtureRequest) -> Mode:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
 def namespace() -> str:
     return f"test{os.getpid()}-{next(_namespaces)}"
 
 
 @pytest.fixture
+def clock(namespace: str, every_key_left_expires: Servers) -> TurnedClock:
+    """Turns the clock of the test's rows, on every server that the test uses."""
+    return TurnedClock(namespace, every_key_left_expires.used)
+
+
+@pytest.fixture
 def make_subject(namespace: str, every_key_left_expires: Servers) -> Iterator[MakeSubject]:
-    """Make subjects: `make_subject(mode, server, policy=…, scripts=clock, url=…, **client_options)`."""
+    """Make subjects: `make_subject(mode, server, policy=…, url=…, **client_options)`."""
     made: list[Subject] = []
 
     def make(mode: Mode, server: AnyServer, **options: Any) -> Subject:
@@ -122,8 +124,8 @@ def make_subject(namespace: str, every_key_left_expires: Servers) -> Iterator[Ma
 
 
 @pytest.fixture
-def subject(make_subject: MakeSubject, mode: Mode, server: AnyServer, clock: Clock) -> Subject:
-    return make_subject(mode, server, scripts=clock)
+def subject(make_subject: MakeSubject, mode: Mode, server: AnyServer) -> Subject:
+    return make_subject(mode, server)
 
 
 def _real(server: AnyServer) -> Server:

@@ -17,28 +17,26 @@ _APP = (
     "evalsha",
     "eval",
     "ping",
-    "time",
     "hmget",
     "hset",
     "pexpire",
-    "exists",
+    "pttl",
     "del",
-    "hgetall",
     "wait",
     "client|setinfo",
 )
-"""What the scripts call, `read`, `min_replicas`, and how redis-py introduces itself."""
+"""What the scripts call, `min_replicas`, and how redis-py introduces itself."""
 
 _VIEWER = (
     "ping",
-    "time",
     "info",
     "dbsize",
     "scan",
+    "evalsha",
+    "eval",
     "hmget",
-    "hgetall",
-    "hstrlen",
     "pttl",
+    "hgetall",
     "memory|usage",
     "config|get",
     "client|setinfo",
@@ -48,9 +46,9 @@ _VIEWER = (
     "unsubscribe",
     "cluster|slots",
 )
-"""Looks at everything, changes nothing."""
+"""Looks at everything, changes nothing: EVAL may call no more than the user may. HGETALL is for redis-cli."""
 
-_OPERATOR = (*_VIEWER, "evalsha", "eval", "hset", "pexpire", "exists", "del", "watch", "unwatch", "multi", "exec")
+_OPERATOR = (*_VIEWER, "hset", "pexpire", "del", "watch", "unwatch", "multi", "exec")
 
 _CLUSTER = ("cluster|slots", "cluster|info", "command", "asking")
 """How a cluster's client finds its way."""

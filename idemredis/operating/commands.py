@@ -120,7 +120,7 @@ def ls(session: Session, as_json: bool, principal: str, status: str | None, dige
     )
     shown = {found.identity.row: found for found in islice(wanted, limit + 1)}
     scanning.done()
-    listed = sorted(shown.values(), key=lambda found: (STATUSES.index(found.status), -found.age))[:limit]
+    listed = sorted(shown.values(), key=lambda found: (STATUSES.index(found.status), found.claimed_at or 0.0))[:limit]
     if as_json:
         print_json([as_dict(found) for found in listed])
         return
@@ -148,8 +148,8 @@ def show(
     if found.status != "corrupt":
         row = session.ledger.read(principal, key, operation)
         if row is not None:
-            facts |= {"fingerprint": row.fingerprint, "owner": row.owner}
-            facts["checkpoint_data"] = row.checkpoint[1] if row.checkpoint else None
+            facts |= {"fingerprint": row.fingerprint, "owner": row.owner, "retention": row.retention}
+            facts["checkpoint_data"] = row.last_checkpoint[1] if row.last_checkpoint else None
             if row.response is not None:
                 facts["headers"] = [list(pair) for pair in row.response.headers]
                 if body:

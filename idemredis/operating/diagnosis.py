@@ -9,7 +9,17 @@ from typing import Any, Literal, TypeAlias
 from ..policy import Policy
 from .rows import Found
 
-__all__ = ["Finding", "Report", "Server", "Verdict", "client_findings", "row_findings", "server_findings"]
+__all__ = [
+    "Finding",
+    "Report",
+    "Server",
+    "TTLs",
+    "Verdict",
+    "client_findings",
+    "clock_finding",
+    "row_findings",
+    "server_findings",
+]
 
 Verdict: TypeAlias = Literal["ok", "unknown", "warning", "problem"]
 
@@ -18,8 +28,9 @@ _WORST: Mapping[Verdict, int] = {"ok": 0, "unknown": 1, "warning": 2, "problem":
 SLOW_TRIP = 0.05
 """Seconds of p99 from which a round trip is worth a look: each protected request waits for two."""
 
-SKEW = 2.0
-"""Seconds that two well-kept clocks differ by at the very most."""
+EXACT = 0.05
+"""Seconds by which a TTL may miss what was set, beside the time the calls took: a server that counts seconds misses by
+more."""
 
 ROW_BYTES = 1500.0
 """A completed row with a 500-byte answer, where the server does not tell."""
@@ -91,12 +102,10 @@ class Server:
     Attributes:
         address: host:port.
         trips: seconds of each PING.
-        skew: seconds that this host's clock is ahead of the server's; None where it did not tell.
     """
 
     address: str
     trips: Sequence[float] = ()
-    skew: float | None = None
     info: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
     refused: str = ""
@@ -114,7 +123,7 @@ class Server:
 
 def server_findings(server: Server, policy: Policy, row_bytes: float | None) -> list[Finding]:
     """Judge one server."""
-    findings = [_round_trip(server), _clock(server)]
+    findings = [_round_trip(server)]
     if server.info:
         findings += [
             _engine(server),
@@ -164,6 +173,49 @@ def client_findings(options: Mapping[str, Any], policy: Policy) -> list[Finding]
     return [Finding("client", "ok", reason)]
 
 
+@dataclass(frozen=True, slots=True)
+class TTLs:
+    """What the TTL of a scratch row was, twice. Times in seconds.
+
+    Attributes:
+        given: what it was set to.
+        first, second: what the server then said, once and once more.
+        took: from before it was set until after the first reading.
+        between: from after the first reading until before the second.
+    """
+
+    given: float
+    first: float
+    took: float
+    second: float = 0.0
+    between: float = 0.0
+
+    @property
+    def coarse(self) -> bool:
+        """Whether the server does not keep milliseconds."""
+        return not self.given - self.took - EXACT <= self.first <= self.given + EXACT
+
+
+def clock_finding(ttls: TTLs) -> Finding:
+    """Judge the server's TTLs, which are the clock of every row."""
+    if ttls.first <= 0 or ttls.second >= ttls.first:
+        return Finding(
+            "clock",
+            "problem",
+            f"the TTL of a row does not run: {ttls.first:g} s, and {ttls.second:g} s after {ttls.between:.2f} s more; "
+            "leases never end here, so a dead attempt blocks its key",
+            "use a server that expires keys as Redis does; see docs/servers.md",
+        )
+    if ttls.coarse:
+        return Finding(
+            "clock",
+            "warning",
+            f"TTLs are coarse: {ttls.given:g} s set, {ttls.first:g} s read; leases can end a second early or late",
+            "use leases of 5 s or more here",
+        )
+    return Finding("clock", "ok", "the TTL of a row runs, in milliseconds: leases are exact")
+
+
 def row_findings(found: Sequence[Found], namespace: str, complete: bool) -> list[Finding]:
     """Judge the rows that were looked at; `complete` when those were all."""
     among = f"{'all' if complete else 'the first'} {len(found)} rows looked at"
@@ -176,7 +228,8 @@ def row_findings(found: Sequence[Found], namespace: str, complete: bool) -> list
                 "expiry",
                 "problem",
                 f"{len(lasting)} of {among} never expire, such as {_named(lasting)}: no script of ours leaves one so",
-                f"look at each (idemredis --namespace {namespace} show), then forget it, or PEXPIRE it by hand",
+                f"look at each (idemredis --namespace {namespace} show), then forget it, or give it its own retention "
+                "again: redis-cli PEXPIRE ROW $(redis-cli HGET ROW retention)",
             )
         ]
     if strange:
@@ -209,20 +262,6 @@ def _round_trip(server: Server) -> Finding:
             "round trip", "warning", f"{reason}: each protected request waits for two", server.command("--latency")
         )
     return Finding("round trip", "ok", reason)
-
-
-def _clock(server: Server) -> Finding:
-    if server.skew is None:
-        return Finding("clock", "unknown", "TIME is refused")
-    reason = f"this host is {abs(server.skew):.3f} s {'ahead of' if server.skew > 0 else 'behind'} the server"
-    if abs(server.skew) > SKEW:
-        return Finding(
-            "clock",
-            "warning",
-            f"{reason}; leases go by the server's clock alone, but logs will not match",
-            "chronyc tracking",
-        )
-    return Finding("clock", "ok", reason)
 
 
 def _engine(server: Server) -> Finding:

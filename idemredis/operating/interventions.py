@@ -21,7 +21,7 @@ from ..errors import FencedOut, IdempotencyError, LedgerUnavailable
 from ..keys import Identity, digest
 from ..ledger import Ledger
 from ..operations import Hold, Lost, Reservation, Row
-from ..policy import Policy
+from ..policy import LONGEST_RETENTION, Policy
 from ..responses import StoredResponse
 from .nodes import holder, run
 from .rows import Found, look
@@ -54,7 +54,9 @@ def find(ledger: Ledger, row: str) -> Found | None:
 
 def reservation_of(row: Row) -> Reservation:
     """Return the reservation that owns a row: its right is in the row, for whoever may read it."""
-    return Reservation(row.identity, row.fingerprint, row.generation, row.owner, row.checkpoint, Hold(LEASE, 0.0, 0))
+    return Reservation(
+        row.identity, row.fingerprint, row.generation, row.owner, row.last_checkpoint, Hold(LEASE, 0.0, 0), row.route
+    )
 
 
 def release(ledger: Ledger, identity: Identity, agree: Agree) -> bool:
@@ -73,7 +75,7 @@ def release(ledger: Ledger, identity: Identity, agree: Agree) -> bool:
         raise Refused(f"the row is {row.status}, so no attempt holds it; `forget` would let a retry run it again")
     if not agree(found):
         return False
-    with _Audit("release", identity, row.generation), closing(_as_kept(ledger, found)) as kept:
+    with _Audit("release", identity, row.generation), closing(_as_kept(ledger, row)) as kept:
         kept.release(reservation_of(row))
     return True
 
@@ -92,15 +94,21 @@ def resolve(ledger: Ledger, identity: Identity, response: StoredResponse, agree:
     found, row = _shown(ledger, identity)
     if found.status == "pending":
         raise Refused(
-            f"an attempt holds the row for {found.lease:.1f} s more; `release` it first if that attempt is dead or hung"
+            f"an attempt holds the row for {row.lease_left:.1f} s more; `release` it first if it is dead or hung"
         )
     if found.status != "stale":
         raise Refused(f"the row is {row.status} already; its answer is never replaced")
     if not agree(found):
         return False
-    with _Audit("resolve", identity, row.generation), closing(_as_kept(ledger, found)) as kept:
+    with _Audit("resolve", identity, row.generation), closing(_as_kept(ledger, row)) as kept:
         take = operations.takeover(
-            identity, row.generation, secrets.token_hex(8), row.fingerprint, kept.policy.lease, kept.policy.retention
+            identity,
+            row.generation,
+            secrets.token_hex(8),
+            row.fingerprint,
+            kept.policy.lease,
+            kept.policy.retention,
+            row.route,
         )
         taken = run(ledger.client, take)
         if isinstance(taken, Lost):
@@ -127,8 +135,9 @@ def forget(ledger: Ledger, identity: Identity, agree: Agree) -> bool:
             found = find(ledger, identity.row)
             if found is None:
                 raise Refused("there is no such row")
-            if found.status == "pending":
-                raise Refused(f"an attempt holds the row for {found.lease:.1f} s more; `release` it first, or wait")
+            if found.row is not None and found.status == "pending":
+                left = found.row.lease_left
+                raise Refused(f"an attempt holds the row for {left:.1f} s more; `release` it first, or wait")
             if not agree(found):
                 return False
             with _Audit("forget", identity, found.generation):
@@ -155,9 +164,9 @@ def _shown(ledger: Ledger, identity: Identity) -> tuple[Found, Row]:
     return found, row
 
 
-def _as_kept(ledger: Ledger, found: Found) -> Ledger:
-    """Return a ledger that keeps the row as long as its application does: what its TTL was at its last transition."""
-    retention = max((found.ttl or 0.0) + found.quiet, 1.0)
+def _as_kept(ledger: Ledger, row: Row) -> Ledger:
+    """Return a ledger that keeps the row as long as its application does."""
+    retention = min(max(row.retention, 1.0), LONGEST_RETENTION)
     policy = Policy(lease=min(LEASE, retention / 2), retention=retention, min_replicas=ledger.policy.min_replicas)
     return Ledger(ledger.client, policy, ledger.namespace)
 

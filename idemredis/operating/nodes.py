@@ -14,9 +14,10 @@ from ..clients import ERRORS, Client
 from ..cluster import routed
 from ..errors import IdempotencyError, LedgerUnavailable
 from ..operations import Call
+from ..policy import Policy
 from ..scripts import load
 
-__all__ = ["Node", "Words", "address", "ask", "ask_all", "connect", "holder", "primaries", "run"]
+__all__ = ["Node", "Words", "address", "ask", "ask_all", "connect", "holder", "primaries", "run", "run_all"]
 
 T = TypeVar("T")
 
@@ -108,6 +109,26 @@ def _refusal(error: Exception) -> IdempotencyError:
     return refused
 
 
+def run_all(node: Node, calls: Sequence[Call[Any]]) -> list[Any]:
+    """Run scripts on one server in one round trip; errors are returned in the place of results.
+
+    Raises:
+        LedgerUnavailable: the server did not answer.
+    """
+    batch = clients.Batch(calls, load(), Policy())
+    while commands := batch.commands():
+        pipeline = node.pipeline(transaction=False)
+        for words in commands:
+            pipeline.execute_command(*words, NEVER_DECODE=True)
+        sent = time.monotonic()
+        try:
+            replies = pipeline.execute(raise_on_error=False)
+        except ERRORS as error:
+            raise clients.ours(error, time.monotonic() - sent) from error
+        batch.receive(replies, sent)
+    return batch.answers
+
+
 def run(client: Node, call: Call[T]) -> T:
     """Run one script, without a ledger and so without its events, retries and waits.
 
@@ -124,4 +145,4 @@ def run(client: Node, call: Call[T]) -> T:
             reply = execute("EVAL", script.text, 1, call.row, *call.args, NEVER_DECODE=True)
     except ERRORS as error:
         raise clients.ours(error, time.monotonic() - sent) from error
-    return call.decode(reply, sent)
+    return call.outcome(reply, sent)

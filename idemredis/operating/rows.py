@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, TypeAlias
 
-from .. import clients
+from .. import clients, operations
 from ..clients import Client
-from ..cluster import routed, was_redirected
-from ..errors import CorruptRow
+from ..cluster import was_redirected
+from ..errors import CorruptRow, IdempotencyError
 from ..keys import Identity, digest, identify, parse_row_name
-from .nodes import Node, Words, ask, ask_all, primaries
+from ..operations import Row
+from .nodes import Node, ask, ask_all, primaries, run, run_all
 
 __all__ = [
     "BATCH",
-    "FIELDS",
     "STATUSES",
     "Found",
     "Stats",
     "Status",
+    "identity_of",
     "look",
-    "look_at",
     "prefix",
-    "questions",
     "scan",
     "stats",
+    "summarise",
 ]
 
 Status: TypeAlias = Literal["stale", "pending", "failed", "completed", "corrupt"]
@@ -43,23 +44,6 @@ SAMPLED = 200
 RATE_OVER = 3600.0
 """Seconds that the present rate is taken from."""
 
-FIELDS = (
-    "status",
-    "generation",
-    "owner",
-    "fingerprint",
-    "lease_until",
-    "created_at",
-    "updated_at",
-    "response_status",
-    "response_omitted",
-    "checkpoint",
-    "checkpoint_seq",
-)
-"""What is read of each row; never its body, which may be large and is nobody's business in a list."""
-
-_NUMBERS = ("generation", "lease_until", "created_at", "updated_at")
-
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -68,38 +52,36 @@ class Found:
     Attributes:
         identity: whose it is, and its name; the parts are empty when the name is not one that this ledger makes.
         status: as stored; `stale` for pending with no lease left; `corrupt` with `why`.
-        generation, owner, checkpoint, checkpoint_seq, response_status, omitted: as stored.
-        lease: seconds left on the lease of a pending row; below 0 when it ran out.
-        age: seconds since the claim.
-        quiet: seconds since the last transition.
         ttl: seconds until the row expires; None for a row that never does.
-        body: bytes of the stored answer.
+        row: the row itself, the stored body left out; None where it is corrupt.
+        why: what is wrong with a corrupt row.
     """
 
     identity: Identity = field(repr=False)
     status: Status
-    generation: int = 0
-    owner: str = ""
-    lease: float = 0.0
-    age: float = 0.0
-    quiet: float = 0.0
     ttl: float | None = None
-    body: int = 0
-    response_status: int = 0
-    omitted: str = ""
-    checkpoint: str = ""
-    checkpoint_seq: int = 0
+    row: Row | None = None
     why: str = ""
+
+    @property
+    def generation(self) -> int:
+        """Of the attempt; 0 for a corrupt row."""
+        return self.row.generation if self.row else 0
+
+    @property
+    def age(self) -> float:
+        """Seconds since the last transition, by the server's clock; 0.0 for a corrupt row."""
+        return self.row.age if self.row else 0.0
+
+    @property
+    def claimed_at(self) -> float | None:
+        """When it was first claimed, in seconds since the epoch, by the clock of whoever claimed it; for people."""
+        return self.row.created_at if self.row else None
 
     @property
     def digest(self) -> str:
         """What log lines, events and spans call the row."""
         return digest(self.identity.row)
-
-    @property
-    def running(self) -> bool:
-        """Whether an attempt holds it."""
-        return self.status == "pending"
 
 
 def prefix(namespace: str, principal: str = "") -> str:
@@ -108,48 +90,31 @@ def prefix(namespace: str, principal: str = "") -> str:
     return row[:-1] if principal else row[:-3]
 
 
-def questions(row: str) -> list[Words]:
-    """Return the commands whose answers `look_at` reads."""
-    return [("HMGET", row, *FIELDS), ("HSTRLEN", row, "response_body"), ("PTTL", row)]
-
-
-def look_at(row: str, answers: Sequence[Any], now: float) -> Found | None:
-    """Read the answers to `questions`; None when the row is gone meanwhile. `now` is the server's time, in seconds."""
+def identity_of(row: str) -> Identity:
+    """Return whose row it is; the parts are empty where the name is not one that this ledger makes."""
     try:
         _, principal, operation, key = parse_row_name(row)
-        identity = Identity(principal, operation, key, row)
     except (ValueError, UnicodeError):
-        identity = Identity("", "", "", row)
-    values, body, pttl = answers
-    if isinstance(values, CorruptRow):
-        return Found(identity, "corrupt", ttl=_ttl(pttl), why=values.why)
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise answer
-    if pttl == -2:
+        return Identity("", "", "", row)
+    return Identity(principal, operation, key, row)
+
+
+def summarise(identity: Identity, row: Row | IdempotencyError | None) -> Found | None:
+    """Return what a list shows of a row as it was read; None where there is none.
+
+    Raises:
+        LedgerUnavailable: the row could not be read.
+    """
+    if row is None:
         return None
-    stored = dict(zip(FIELDS, (_text(value) for value in values), strict=True))
-    why = _fault(stored) if identity.key else "its name is not one of this ledger's"
-    if why:
-        return Found(identity, "corrupt", ttl=_ttl(pttl), body=body, why=why)
-    generation, lease_until, created_at, updated_at = (int(stored[name] or 0) for name in _NUMBERS)
-    lease = lease_until / 1000 - now
-    status: Any = stored["status"]
-    return Found(
-        identity,
-        "stale" if status == "pending" and lease <= 0 else status,
-        generation,
-        stored["owner"] or "",
-        lease if status == "pending" else 0.0,
-        max(now - created_at / 1000, 0.0),
-        max(now - updated_at / 1000, 0.0),
-        _ttl(pttl),
-        body,
-        int(stored["response_status"] or 0),
-        stored["response_omitted"] or "",
-        stored["checkpoint"] or "",
-        int(stored["checkpoint_seq"] or 0),
-    )
+    if isinstance(row, CorruptRow):
+        return Found(identity, "corrupt", row.ttl, why=row.why)
+    if isinstance(row, IdempotencyError):
+        raise row
+    if not identity.key:
+        return Found(identity, "corrupt", row.ttl, why="its name is not one of this ledger's")
+    status: Any = "stale" if row.stale else row.status
+    return Found(identity, status, row.ttl, row)
 
 
 def look(client: Client, node: Node, names: Sequence[str]) -> list[Found | None]:
@@ -158,17 +123,12 @@ def look(client: Client, node: Node, names: Sequence[str]) -> list[Found | None]
     Raises:
         LedgerUnavailable: the server did not answer, or refused.
     """
-    if not names:
-        return []
-    now, *answers = ask_all(node, [("TIME",), *(words for name in names for words in questions(name))])
-    if isinstance(now, Exception):
-        raise now
+    identities = [identity_of(name) for name in names]
+    calls = [operations.read(identity, body=False) for identity in identities]
     found = []
-    for i, name in enumerate(names):
-        told = answers[3 * i : 3 * i + 3]
-        if any(map(was_redirected, told)):
-            told = [clients.attempt(ask, routed(client), *words) for words in questions(name)]
-        found.append(look_at(name, told, now[0] + now[1] / 1e6))
+    for identity, call, row in zip(identities, calls, run_all(node, calls), strict=True):
+        seen = clients.attempt(run, client, call) if was_redirected(row) else row
+        found.append(summarise(identity, seen))
     return found
 
 
@@ -201,7 +161,8 @@ class Stats:
 
     Attributes:
         counts: rows by status.
-        oldest_pending: age in seconds of the oldest row that is pending or stale; None without one.
+        oldest_pending: seconds since the first claim of the oldest row that is pending or stale, by the clocks of
+            whoever claimed it and of this host; None without one.
         row_bytes: mean bytes of a row, sampled; None where the server does not tell.
         rate: rows claimed a second, over the last hour or as long as there are rows.
         day_bytes: what a day's rows need at that rate.
@@ -228,9 +189,10 @@ def stats(client: Client, namespace: str, passed: Callable[[int], object] = lamb
         lasting += found.ttl is None
         if found.status == "corrupt":
             continue
-        ages.append(found.age)
+        since_claim = found.age if found.claimed_at is None else max(time.time() - found.claimed_at, 0.0)
+        ages.append(since_claim)
         if found.status in ("stale", "pending"):
-            oldest_pending = max(oldest_pending or 0.0, found.age)
+            oldest_pending = max(oldest_pending or 0.0, since_claim)
         if len(names) < SAMPLED:
             names.append(found.identity.row)
     span = min(max(ages, default=0.0), RATE_OVER)
@@ -248,26 +210,3 @@ def _sizes(client: Client, names: list[str]) -> list[int]:
         answers = ask_all(node, [("MEMORY USAGE", name) for name in islice(names, SAMPLED)])
         sizes += [answer for answer in answers if isinstance(answer, int)]
     return sizes
-
-
-def _ttl(pttl: Any) -> float | None:
-    return None if not isinstance(pttl, int) or pttl < 0 else pttl / 1000
-
-
-def _text(value: bytes | None) -> str | None:
-    return None if value is None else value.decode("utf-8", "replace")
-
-
-def _fault(stored: dict[str, str | None]) -> str:
-    """Say why these fields cannot be a row's, as the scripts would."""
-    if stored["status"] not in ("pending", "completed", "failed"):
-        return "status is missing" if stored["status"] is None else "status is unknown"
-    for name in ("owner", "fingerprint"):
-        if stored[name] is None:
-            return f"{name} is missing"
-    for name in _NUMBERS:
-        if not (stored[name] or "").isdecimal():
-            return f"{name} is not a whole number"
-    if stored["status"] != "pending" and not (stored["response_status"] or "").isdecimal():
-        return "response_status is not a whole number"
-    return ""

@@ -30,7 +30,7 @@ __all__ = [
     "size",
 ]
 
-COLUMNS = ("PRINCIPAL", "OPERATION", "KEY", "STATUS", "GEN", "AGE", "LEASE", "TTL", "CHECKPOINT", "DIGEST")
+COLUMNS = ("PRINCIPAL", "OPERATION", "KEY", "ROUTE", "STATUS", "GEN", "AGE", "LEASE", "TTL", "CHECKPOINT", "DIGEST")
 
 SILENT_FOR = 0.7
 """Seconds before a scan says how far it is."""
@@ -112,24 +112,25 @@ class Scanning:
 
 def as_line(found: Found) -> tuple[str, ...]:
     """Return a row's cells, under `COLUMNS`."""
-    who = found.identity
+    who, row = found.identity, found.row
     return (
         escaped(who.principal),
         escaped(who.operation) or "-",
         escaped(who.key) or escaped(who.row),
+        (escaped(row.route) if row else "") or "-",
         found.status,
         str(found.generation),
         duration(found.age),
-        duration(found.lease) if found.running or found.status == "stale" else "-",
+        duration(row.lease_left) if row and row.status == "pending" else "-",
         "never" if found.ttl is None else duration(found.ttl),
-        escaped(found.checkpoint) or "-",
+        (escaped(row.last_checkpoint[0]) if row and row.last_checkpoint else "") or "-",
         found.digest,
     )
 
 
 def as_dict(found: Found) -> dict[str, Any]:
-    """Return a row as JSON takes it."""
-    who = found.identity
+    """Return a row as JSON takes it; times in seconds."""
+    who, row = found.identity, found.row
     facts: dict[str, Any] = {
         "principal": who.principal,
         "operation": who.operation,
@@ -137,22 +138,29 @@ def as_dict(found: Found) -> dict[str, Any]:
         "row": who.row,
         "digest": found.digest,
         "status": found.status,
-        "generation": found.generation,
-        "age": round(found.age, 3),
-        "lease": round(found.lease, 3) if found.status in ("pending", "stale") else None,
         "ttl": None if found.ttl is None else round(found.ttl, 3),
-        "checkpoint": found.checkpoint,
-        "response_status": found.response_status or None,
-        "omitted": found.omitted,
-        "body_bytes": found.body,
     }
-    return facts | ({"why": found.why} if found.why else {})
+    if row is None:
+        return facts | {"why": found.why}
+    return facts | {
+        "route": row.route,
+        "generation": row.generation,
+        "age": round(row.age, 3),
+        "lease": round(row.lease_left, 3) if row.status == "pending" else None,
+        "created_at": row.created_at,
+        "checkpoint": row.last_checkpoint[0] if row.last_checkpoint else "",
+        "response_status": row.response.status if row.response else None,
+        "omitted": row.response.omitted if row.response else "",
+        "body_bytes": row.body_bytes,
+    }
 
 
 def in_words(name: str, value: Any) -> str:
     """Return one of its facts as a person reads it."""
-    if name in ("age", "lease", "ttl"):
+    if name in ("age", "lease", "ttl", "retention"):
         return duration(value)
+    if name == "created_at":
+        return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(value))} by the clock of whoever claimed it"
     if isinstance(value, str):
         return escaped(value)
     return json.dumps(value) if isinstance(value, (list, dict)) else str(value)
@@ -172,11 +180,12 @@ def print_seen(seen: Seen, as_json: bool) -> None:
     if as_json:
         facts = {"at": round(seen.at, 3), "what": seen.what, "digest": seen.digest, "generation": seen.generation}
         names = {"principal": who.principal, "key": who.key} if who else {}
-        print_json({**facts, "operation": seen.operation, **names})
+        print_json({**facts, "operation": seen.operation, "route": seen.route, **names})
         return
     at = time.strftime("%H:%M:%S", time.localtime(seen.at)) + f".{int(seen.at % 1 * 1000):03}"
     name = " ".join(escaped(part) for part in (who.principal, who.operation, who.key) if part) if who else ""
-    click.echo(f"{at}  {seen.what:<15} {seen.digest}  generation {seen.generation}  {name}".rstrip())
+    words = (f"generation {seen.generation}", escaped(seen.route), name)
+    click.echo(f"{at}  {seen.what:<15} {seen.digest}  {'  '.join(filter(None, words))}")
 
 
 def print_json(value: object) -> None:

@@ -29,6 +29,7 @@ from .. import clients
 from ..clients import ERRORS, Client
 from ..events import Event
 from ..keys import digest
+from ..operations import Row
 from .nodes import Node, primaries
 from .rows import Found, look, prefix
 
@@ -48,6 +49,9 @@ QUEUED = 1_000
 """Events that wait to be published; the next ones are dropped, and counted."""
 
 _POOL_OWN = ("maint_", "orig_", "himport_")  # what redis-py's own pool adds to the options that it was given
+
+CLOCKS_DIFFER = 2.0
+"""Seconds that the clocks of two well-kept hosts differ by at the very most."""
 
 LISTEN_FOR = 0.2
 """Seconds after which a listener looks whether it is to end, and `look` returns with what there is."""
@@ -135,6 +139,7 @@ class Seen:
         row: as it was just after; None where only an event told it.
         generation: of the attempt; 0 where there is none.
         operation: of the row.
+        route: the endpoint or function; "" where unknown.
     """
 
     at: float
@@ -143,6 +148,7 @@ class Seen:
     row: Found | None
     generation: int
     operation: str
+    route: str
 
 
 class Tail:
@@ -257,7 +263,8 @@ class Tail:
             return
         try:
             event = json.loads(data)
-            seen = Seen(time.time(), event["name"], event["digest"], None, int(event["generation"]), event["operation"])
+            facts = (int(event["generation"]), event["operation"], event["route"])
+            seen = Seen(time.time(), event["name"], event["digest"], None, *facts)
         except (ValueError, TypeError, KeyError):
             return  # anybody with the right to publish may have sent it
         if not (self.sees_rows and seen.what in WRITTEN):
@@ -274,29 +281,33 @@ class Tail:
         if what is None:
             return None
         at = found or before
-        generation, operation = (at.generation, at.identity.operation) if at else (0, "")
-        return Seen(time.time(), what, digest(row), found, generation, operation)
+        facts = (at.generation, at.identity.operation, at.row.route if at.row else "") if at else (0, "", "")
+        return Seen(time.time(), what, digest(row), found, *facts)
 
 
 def _what(before: Found | None, found: Found | None) -> str | None:
     """Say what changed; without a row before, what the row itself tells."""
     if found is None:
         return "gone"
-    if found.status in ("corrupt", "completed", "failed"):
+    if found.row is None or found.row.status != "pending":
         return None if before is not None and before.status == found.status else found.status
-    if not found.owner:
+    if not found.row.owner:
         return "released"
-    if before is None or before.generation != found.generation:
-        new = abs(found.age - found.quiet) < 0.0005
-        if found.generation == 1:
-            return "claimed" if new else _extended(before, found)
+    if before is not None and before.generation == found.generation:
+        return _extended(before, found.row)
+    if found.generation > 1:
         return "taken_over"
-    return _extended(before, found)
+    return "claimed" if before is not None or _is_new(found.row) else _extended(before, found.row)
 
 
-def _extended(before: Found | None, found: Found) -> str:
-    noted = before.checkpoint_seq if before is not None else 0
-    return "checkpointed" if found.checkpoint_seq > noted else "renewed"
+def _is_new(row: Row) -> bool:
+    """Whether its last transition may have been the claim: the clock of whoever claimed it is not ours."""
+    return row.created_at is None or time.time() - row.created_at - row.age < CLOCKS_DIFFER
+
+
+def _extended(before: Found | None, row: Row) -> str:
+    noted = before.row.checkpoint_seq if before is not None and before.row is not None else 0
+    return "checkpointed" if row.checkpoint_seq > noted else "renewed"
 
 
 def _own_client(node: Node) -> Node:

@@ -1,18 +1,73 @@
--- Why these fields cannot be a row's, or nil. A row that is not understood is never run and never overwritten.
-local function fault(status, generation, owner, fingerprint, lease_until)
-  if not status then return 'status is missing' end
-  if status ~= 'pending' and status ~= 'completed' and status ~= 'failed' then return 'status is unknown' end
-  if not integer(generation) or integer(generation) < 1 then return 'generation is not a positive integer' end
-  if not owner then return 'owner is missing' end
-  if not fingerprint then return 'fingerprint is missing' end
-  if not integer(lease_until) then return 'lease_until is not an integer' end
+--[[
+The states of a row:
+
+  state      fields                         what a claim of the same fingerprint answers
+  none       no row, or its TTL is over     claimed, at generation 1
+  running    pending, lease left            in_progress; to the row's own owner: claimed
+  stale      pending, no lease left         stale: a takeover may win it
+  released   pending, no owner, lease 0     stale, at once
+  completed  completed, response_*          replay
+  failed     failed, response_*             replay
+  corrupt    anything else                  corrupt: never run, never overwritten
+
+  transition           from               to          who
+  claim                none               running     anybody
+  renew, checkpoint    running or stale   running     the attempt that owns it
+  takeover             stale, released    running     anybody with the same fingerprint; generation + 1
+  release              running or stale   released    the attempt that owns it
+  complete             running or stale   completed   the attempt that owns it
+  fail                 running or stale   failed      the attempt that owns it
+  (time)               running            stale       when the lease is over
+  (time)               any                none        when the TTL is over
+]]
+
+-- What the scripts read of a row. A claim of a new row needs the first alone.
+local function attempt_of(row)
+  return redis.call('HMGET', row, 'status', 'generation', 'owner', 'fingerprint', 'lease', 'retention')
 end
 
--- What the owner of a reservation is told: the generation, and the checkpoint where there is one.
-local function claimed(row, generation)
-  local checkpoint = redis.call('HMGET', row, 'checkpoint', 'checkpoint_data', 'checkpoint_seq')
-  if not (checkpoint[1] and checkpoint[2] and checkpoint[3]) then
-    return {'claimed', generation}
+local function progress_of(row)
+  return redis.call('HMGET', row, 'response_status', 'response_headers', 'response_body', 'response_omitted',
+    'checkpoint', 'checkpoint_data', 'checkpoint_seq')
+end
+
+-- nil for what is not a whole number that Lua holds exactly.
+local function integer(value)
+  return value and #value <= 15 and string.match(value, '^%d+$') and tonumber(value)
+end
+
+-- The one definition of a corrupt row: why these fields and this TTL cannot be a row's, or nil.
+local function fault(attempt, progress, ttl)
+  local status, generation, owner = attempt[1], attempt[2], attempt[3]
+  local fingerprint, lease, retention = attempt[4], attempt[5], attempt[6]
+  local response_status, response_headers, response_body = progress[1], progress[2], progress[3]
+  local checkpoint, checkpoint_data, checkpoint_seq = progress[5], progress[6], progress[7]
+
+  if not status then return 'status is missing' end
+  if status ~= 'pending' and status ~= 'completed' and status ~= 'failed' then return 'status is unknown' end
+  if (integer(generation) or 0) < 1 then return 'generation is not a positive integer' end
+  if not owner then return 'owner is missing' end
+  if not fingerprint then return 'fingerprint is missing' end
+  if not integer(lease) then return 'lease is not an integer' end
+  if (integer(retention) or 0) < 1 then return 'retention is not a positive integer' end
+  if status == 'pending' then
+    if ttl < 0 then return 'it is pending and has no TTL' end
+    if response_status then return 'it is pending and has a response' end
+  else
+    if not integer(response_status) then return 'response_status is not an integer' end
+    if not response_headers then return 'response_headers is missing' end
+    if not response_body then return 'response_body is missing' end
   end
-  return {'claimed', generation, checkpoint[1], checkpoint[2], checkpoint[3]}
+  if checkpoint or checkpoint_data or checkpoint_seq then
+    if not (checkpoint and checkpoint_data) then return 'the checkpoint is incomplete' end
+    if not integer(checkpoint_seq) then return 'checkpoint_seq is not an integer' end
+  end
+end
+
+-- A reply with the checkpoint where there is one.
+local function with_checkpoint(reply, progress)
+  for i = 5, 7 do
+    if progress[i] then reply[#reply + 1] = progress[i] end
+  end
+  return reply
 end
