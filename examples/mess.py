@@ -54,7 +54,8 @@ def make_mess(client: redis.Redis | redis.RedisCluster, namespace: str = "idem")
 
 def claim(ledger: Ledger, principal: str, key: str, lease: float) -> Reservation:
     """Claim it, waiting for a dead attempt's lease to end."""
-    outcome = ledger.claim(principal, key, fingerprint_value({"order": key}), lease=lease, wait=5.0)
+    fingerprint = fingerprint_value({"order": key})
+    outcome = ledger.claim(principal, key, fingerprint, lease=lease, wait=5.0, route="POST /orders")
     if not isinstance(outcome, Reservation):
         raise SystemExit(f"{principal} {key}: {outcome}; the mess wants an empty ledger")
     return outcome

@@ -11,7 +11,7 @@ from typing import Any
 import click
 from flask import current_app
 from flask.cli import with_appcontext
-from redis.exceptions import AuthenticationError, NoPermissionError, ResponseError
+from redis.exceptions import AuthenticationError, ResponseError
 
 from . import clients
 from .errors import (
@@ -47,7 +47,7 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except LedgerUnavailable as error:
             cause = error.__cause__ or error
-            if isinstance(cause, NoPermissionError):
+            if clients.is_denied(cause):
                 _end(1, f"this user may not do that: {cause} (`idemredis acl` prints what each user needs)")
             if isinstance(cause, ResponseError) and not isinstance(cause, AuthenticationError):
                 _end(1, f"refused: {cause}")

@@ -16,6 +16,7 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     MaxConnectionsError,
+    NoPermissionError,
     NoScriptError,
     RedisClusterException,
     RedisError,
@@ -40,6 +41,7 @@ __all__ = [
     "check_sync",
     "client",
     "is_cluster",
+    "is_denied",
     "leaves_unknown",
     "ours",
     "socket_timeout",
@@ -64,6 +66,9 @@ more, and a timeout, is left to the flows, which ask again and know why."""
 _BACKOFF_CAP, _BACKOFF_BASE = 0.1, 0.01  # seconds; within the bound that a 503 is promised in
 
 _NEVER_SENT = (MaxConnectionsError, AuthenticationError, AuthorizationError)
+
+_DENIED = ("NOPERM", "permissions", "can't run this command")
+"""In what servers say of a command that an ACL denies. Of one in a script redis-py makes a plain ResponseError."""
 
 _memories: dict[str, Any] = {}
 
@@ -131,14 +136,19 @@ def leaves_unknown(error: Exception) -> bool:
     return not isinstance(error, (ResponseError, *_NEVER_SENT))
 
 
-def ours(error: Exception, seconds: float) -> IdempotencyError:
-    """Say in our words what a client's error means."""
+def is_denied(error: BaseException) -> bool:
+    """Whether the server's ACL denies the user a command, in a script or outside."""
+    return isinstance(error, NoPermissionError) or any(sign in str(error) for sign in _DENIED)
+
+
+def ours(error: Exception, seconds: float, *, unknown: bool = False) -> IdempotencyError:
+    """Say in our words what a client's error means; `unknown` where the script may have run whatever the error says."""
     text = str(error) or type(error).__name__
     if "WRONGTYPE" in text:  # Redis 6.2 prefixes the errors of scripts, which hides their kind from redis-py's classes
         return CorruptRow("it is not a hash")
     if isinstance(error, AskError):
         text = f"the row's slot is moving to {error.host}:{error.port}"
-    unknown = leaves_unknown(error)
+    unknown = unknown or leaves_unknown(error)
     verdict = "it is not known whether it ran" if unknown else "it did not run"
     return LedgerUnavailable(f"Redis did not serve the call ({text}); {verdict}", seconds=seconds, unknown=unknown)
 
@@ -218,10 +228,13 @@ class Batch:
         self._command = "EVAL"
 
     def _decode(self, call: Call[Any], reply: Any, replicas: Any, sent: float) -> Any:
-        for part in (reply, replicas):
-            if isinstance(part, Exception):
-                raise ours(part, time.monotonic() - sent) from part
-        return operations.acknowledged(call.outcome(reply, sent), replicas, self._policy.min_replicas)
+        if isinstance(reply, Exception):
+            raise ours(reply, time.monotonic() - sent) from reply
+        outcome = call.outcome(reply, sent)
+        if isinstance(replicas, Exception):  # the server refuses WAIT, but the script has run
+            unserved = ours(replicas, time.monotonic() - sent, unknown=True)
+            raise unserved from replicas
+        return operations.acknowledged(outcome, replicas, self._policy.min_replicas)
 
     def _waits(self, call: Call[Any]) -> bool:
         return bool(call.durable and self._policy.min_replicas)

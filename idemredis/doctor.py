@@ -53,9 +53,6 @@ TICK, COARSE_TICK = 0.02, 1.1
 TRIPS = 20
 """PINGs: enough for a p99 that shows a sick network, and over in a few milliseconds on a well one."""
 
-_DENIED = ("NOPERM", "permissions", "can't run this command")
-"""In what servers say of a command that an ACL denies, in a script or outside."""
-
 _CONFIG = ("appendfsync", "min-replicas-to-write", "hash-max-listpack-value", "hash-max-ziplist-value")
 
 
@@ -351,8 +348,7 @@ def _try_scripts(client: Any, namespace: str) -> _Questions[list[Finding]]:
         findings.append(clock_finding(replace(ttls, second=row.ttl or 0.0, between=between)))
     except IdempotencyError as refused:
         why = refused.__cause__ or refused
-        denied = any(sign in str(why) for sign in _DENIED)
-        fix = "give the user what `idemredis acl` prints for the app" if denied else ""
+        fix = "give the user what `idemredis acl` prints for the app" if clients.is_denied(why) else ""
         findings.append(Finding("scripts", "problem", f"{step} does not work: {why}", fix))
     yield _Ask(client, [("DEL", done.row)])
     yield _Ask(client, [("DEL", failed.row)])

@@ -28,7 +28,7 @@ local current_lease, current_retention = held_by(row, generation, owner)
 if not current_lease then return {'fenced', owner} end
 local noted = tonumber(redis.call('HMGET', row, 'checkpoint_seq')[1] or '0') or 0
 
-restart_clock(row, current_retention, retention, 'lease', lease)
+set_clock(row, current_retention, retention, 'lease', lease)
 if tonumber(checkpoint_seq) > noted then
   redis.call('HSET', row, 'checkpoint', checkpoint, 'checkpoint_data', checkpoint_data, 'checkpoint_seq', checkpoint_seq)
 end

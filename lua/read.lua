@@ -15,6 +15,7 @@ REPLY
 WRITES  nothing, neither a field nor the TTL
 ]]
 -- include lib/row.lua
+-- include lib/corrupt.lua
 local row = KEYS[1]
 local token, with_body = ARGV[1], ARGV[2]
 
@@ -22,7 +23,7 @@ local ttl = redis.call('PTTL', row)
 if ttl == -2 then return {'none', token} end
 local for_people = redis.pcall('HMGET', row, 'created_at', 'route')
 if for_people.err then
-  if string.find(for_people.err, 'WRONGTYPE', 1, true) then return {'corrupt', token, ttl, 'it is not a hash'} end
+  if string.find(tostring(for_people.err), 'WRONGTYPE') then return {'corrupt', token, ttl, 'it is not a hash'} end
   return for_people
 end
 

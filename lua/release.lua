@@ -21,12 +21,12 @@ local generation, owner, retention = ARGV[1], ARGV[2], ARGV[3]
 
 local _, kept = held_by(row, generation, '')
 if kept then
-  restart_clock(row, kept, retention)
+  set_clock(row, kept, retention)
   return {'released', owner}
 end
 
 local _, current_retention = held_by(row, generation, owner)
 if not current_retention then return {'fenced', owner} end
 
-restart_clock(row, current_retention, retention, 'owner', '', 'lease', '0')
+set_clock(row, current_retention, retention, 'owner', '', 'lease', '0')
 return {'released', owner}

@@ -16,8 +16,10 @@ REPLY
 
 WRITES  generation, owner, lease, retention and the TTL, and only on "claimed"
 ]]
--- include lib/clock.lua
 -- include lib/row.lua
+-- include lib/clock.lua
+-- include lib/corrupt.lua
+-- include lib/lease.lua
 local row = KEYS[1]
 local generation, owner, fingerprint, lease, retention = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
 
@@ -32,6 +34,6 @@ local own = attempt[2] == following and attempt[3] == owner
 local stale = attempt[2] == generation and lease_left(attempt[5], attempt[6], ttl) <= 0
 if not own and not stale then return {'lost', owner} end
 
-local refused = start_clock(row, retention, 'generation', following, 'owner', owner, 'lease', lease)
+local refused = set_clock(row, nil, retention, 'generation', following, 'owner', owner, 'lease', lease)
 if refused then return refused end
 return with_checkpoint({'claimed', owner, following}, progress)

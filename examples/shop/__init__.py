@@ -99,6 +99,6 @@ def as_shown(row: Row) -> dict[str, object]:
         "generation": row.generation,
         "owner": row.owner,
         # By this machine's clock, which here is that of Redis too.
-        "lease_ms": max(round((row.lease_until - time.time()) * 1000), 0) if row.status == "pending" else None,
+        "lease_ms": max(round(row.lease_left * 1000), 0) if row.status == "pending" else None,
         "response_status": row.response and row.response.status,
     }

@@ -41,6 +41,9 @@ FEW_ROWS = 100_000
 PACKED = 8192
 """`hash-max-listpack-value` that keeps nearly every row packed."""
 
+NAMED = 3
+"""Rows, or reasons, that a finding names."""
+
 LAG = 1.0
 """Seconds behind from which a replica would lose acknowledged claims in a failover."""
 
@@ -233,7 +236,8 @@ def row_findings(found: Sequence[Found], namespace: str, complete: bool) -> list
             )
         ]
     if strange:
-        reason = f"{len(strange)} of {among} are not of this version, such as {_named(strange)} ({strange[0].why})"
+        reasons = "; ".join(sorted({row.why for row in strange})[:NAMED])
+        reason = f"{len(strange)} of {among} are not of this version, such as {_named(strange)} ({reasons})"
         findings.append(
             Finding(
                 "rows",
@@ -248,7 +252,7 @@ def row_findings(found: Sequence[Found], namespace: str, complete: bool) -> list
 
 
 def _named(rows: Iterable[Found]) -> str:
-    return ", ".join(f"row {row.digest}" for row in list(rows)[:3])
+    return ", ".join(f"row {row.digest}" for row in list(rows)[:NAMED])
 
 
 def _round_trip(server: Server) -> Finding:

@@ -138,21 +138,18 @@ def as_dict(found: Found) -> dict[str, Any]:
         "row": who.row,
         "digest": found.digest,
         "status": found.status,
+        "route": row.route if row else "",
+        "generation": found.generation,
+        "age": round(found.age, 3),
+        "lease": round(row.lease_left, 3) if row and row.status == "pending" else None,
         "ttl": None if found.ttl is None else round(found.ttl, 3),
+        "created_at": found.claimed_at,
+        "checkpoint": row.last_checkpoint[0] if row and row.last_checkpoint else "",
+        "response_status": row.response.status if row and row.response else None,
+        "omitted": row.response.omitted if row and row.response else "",
+        "body_bytes": row.body_bytes if row else 0,
     }
-    if row is None:
-        return facts | {"why": found.why}
-    return facts | {
-        "route": row.route,
-        "generation": row.generation,
-        "age": round(row.age, 3),
-        "lease": round(row.lease_left, 3) if row.status == "pending" else None,
-        "created_at": row.created_at,
-        "checkpoint": row.last_checkpoint[0] if row.last_checkpoint else "",
-        "response_status": row.response.status if row.response else None,
-        "omitted": row.response.omitted if row.response else "",
-        "body_bytes": row.body_bytes,
-    }
+    return facts | ({"why": found.why} if found.why else {})
 
 
 def in_words(name: str, value: Any) -> str:

@@ -7,12 +7,12 @@ local function finish(outcome)
   local current = redis.call('HMGET', row, 'status', 'generation', 'owner', 'retention')
   if current[2] ~= generation or current[3] ~= owner then return {'fenced', owner} end
   if current[1] == outcome then
-    restart_clock(row, current[4], retention)
+    set_clock(row, current[4], retention)
     return {outcome, owner}
   end
   if current[1] ~= 'pending' then return {'fenced', owner} end
 
-  restart_clock(row, current[4], retention, 'status', outcome, 'response_status', response_status,
+  set_clock(row, current[4], retention, 'status', outcome, 'response_status', response_status,
     'response_headers', response_headers, 'response_body', response_body)
   if response_omitted ~= '' then
     redis.call('HSET', row, 'response_omitted', response_omitted)

@@ -29,6 +29,7 @@ BODY = b'{"id":"ch_1","amount":1000}'.ljust(500)
 HEADERS = '[["content-type","application/json"]]'
 ANSWER = StoredResponse(201, (("content-type", "application/json"),), BODY)
 LEASE, RETENTION = 30_000, 86_400_000
+CREATED_AT = 1_800_000_000_000
 TASKS = 64
 
 _keys = count()
@@ -48,7 +49,10 @@ class Raw:
             client.script_load(script.text)
 
     def claim(self, row: str) -> Any:
-        return self._client.evalsha(load()["claim"].sha, 1, row, OWNER, FINGERPRINT, LEASE, RETENTION)
+        return self._client.evalsha(load()["claim"].sha, 1, row, OWNER, FINGERPRINT, LEASE, RETENTION, CREATED_AT, "")
+
+    def renew(self, row: str) -> Any:
+        return self._client.evalsha(load()["renew"].sha, 1, row, 1, OWNER, LEASE, RETENTION)
 
     def first_run(self) -> None:
         row = f"idem:acct_1:{key()}"
@@ -290,7 +294,7 @@ async def _async_ratios(server: Server, tasks: int, rounds: int = 15, calls: int
     async def raw_first_run() -> None:
         row = f"idem:acct_1:{key()}"
         evalsha: Any = client.evalsha
-        await evalsha(scripts["claim"].sha, 1, row, OWNER, FINGERPRINT, LEASE, RETENTION)
+        await evalsha(scripts["claim"].sha, 1, row, OWNER, FINGERPRINT, LEASE, RETENTION, CREATED_AT, "")
         await evalsha(scripts["complete"].sha, 1, row, 1, OWNER, RETENTION, 201, HEADERS, BODY, "")
 
     async def timed(run: Callable[[], Awaitable[None]]) -> float:

@@ -13,15 +13,16 @@ from tests.support.servers import Server
 
 LUA = Path(__file__).parents[2] / "lua"
 
-COMMANDS = {"TIME", "HMGET", "HSET", "PEXPIRE", "EXISTS", "DEL"}
+COMMANDS = {"HMGET", "HSET", "PEXPIRE", "PTTL", "DEL"}
 FIELDS = {
     "status",
     "generation",
     "owner",
     "fingerprint",
-    "lease_until",
+    "lease",
+    "retention",
     "created_at",
-    "updated_at",
+    "route",
     "response_status",
     "response_headers",
     "response_body",
@@ -30,7 +31,7 @@ FIELDS = {
     "checkpoint_data",
     "checkpoint_seq",
 }
-GLOBALS = {"redis", "KEYS", "ARGV", "string", "math", "tonumber", "type"}
+GLOBALS = {"redis", "KEYS", "ARGV", "string", "math", "tonumber", "type", "select", "unpack", "ipairs", "tostring"}
 KEYWORDS = {
     "and",
     "break",
@@ -123,27 +124,62 @@ def test_every_argument_is_documented_in_order_and_named_in_a_local(script: Scri
 
 @every_script
 def test_every_reply_is_documented_and_every_documented_reply_can_come(script: Script) -> None:
-    documented = {match[1] for line in header(script)["REPLY"] if (match := re.match(r"  (\w+)", line))}
+    documented = {match[1] for line in header(script)["REPLY"] if (match := re.match(r"  (\w+) +token\b", line))}
+    assert len(documented) == len(header(script)["REPLY"])
     source = body(script)
-    returned = set(re.findall(r"return \{'(\w+)'", source)) | set(re.findall(r"return finish\('(\w+)'\)", source))
+    returned = set(re.findall(r"(?:return |with_checkpoint\(|reply = )\{'(\w+)'", source))
+    returned |= set(re.findall(r"return finish\('(\w+)'\)", source))
 
     assert returned == documented
 
 
 @every_script
+def test_every_reply_repeats_the_token_of_its_call(script: Script) -> None:
+    token = "token" if script.name == "read" else "owner"
+    replies = re.findall(r"(?:return |with_checkpoint\(|reply = )\{(?:'\w+'|outcome), (\w+)", body(script))
+
+    assert set(replies) == {token}
+
+
+WRITE = r"(?:redis\.call\('HSET', row|set_clock\(row, [\w\[\]]+, \w+), (.*?)\)+\n"
+"""A call that writes fields, its fields captured."""
+
+
+@every_script
 def test_the_header_names_the_fields_that_the_body_writes(script: Script) -> None:
     says = " ".join(header(script)["WRITES"])
-    written = set()
-    for call in re.findall(r"redis\.call\('HSET', (.*?)\)\n", body(script), flags=re.DOTALL):
-        written |= set(re.findall(r"'(\w+)'", call)) & FIELDS
+    source = body(script)
+    functions = re.findall(r"^local function (\w+)", source, re.M)
+    unused = [name for name in functions if len(re.findall(rf"\b{name}\b", source)) == 1]
+    for name in unused:
+        source = re.sub(rf"^local function {name}\b.*?^end\n", "", source, flags=re.M | re.DOTALL)
+    written = {
+        field
+        for fields in re.findall(WRITE, source, flags=re.DOTALL)
+        for field in re.findall(r"'(\w+)'", fields)
+        if field in FIELDS
+    }
     named = {field for field in FIELDS if re.search(rf"\b{field}\b", says)}
     named |= {field for field in FIELDS if "response_*" in says and field.startswith("response_")}
     if "a new row whole" in says:
-        named |= {"status", "generation", "owner", "fingerprint", "lease_until", "created_at", "updated_at"}
+        named |= {"status", "generation", "owner", "fingerprint", "lease", "retention", "created_at", "route"}
 
     assert written == named
     assert "TTL" in says
-    assert "PEXPIRE" in script.text
+    assert ("PEXPIRE" in source) == (script.name != "read")
+
+
+def test_lease_retention_and_ttl_change_together_in_one_place() -> None:
+    """One without the others would move the end of the lease."""
+    for path in LUA.rglob("*.lua"):
+        if path.name != "clock.lua":
+            source = path.read_text()
+            assert "PEXPIRE" not in re.sub(r"--.*", "", source), path
+            for fields in re.findall(r"redis\.call\('HSET', (.*?)\)\n", source, flags=re.DOTALL):
+                assert not set(re.findall(r"'(\w+)'", fields)) & {"lease", "retention"}, path
+    clock = (LUA / "lib" / "clock.lua").read_text()
+    assert len(re.findall(r"^local function", clock, re.M)) == 1
+    assert clock.count("'PEXPIRE', row, retention") == clock.count("'HSET', row, 'retention', retention, ...") == 2
 
 
 def test_the_scripts_call_these_commands_and_no_others() -> None:
@@ -158,7 +194,7 @@ def test_the_scripts_call_these_commands_and_no_others() -> None:
 def test_a_script_touches_its_one_key_alone(script: Script) -> None:
     source = body(script)
     for command, rest in re.findall(r"redis\.p?call\('(\w+)'(, \w+)?", source):
-        assert rest == ("" if command == "TIME" else ", row"), command
+        assert rest == ", row", command
 
     assert re.findall(r"KEYS\[\d+\]", source) == ["KEYS[1]"]
     assert arguments(header(script)["KEYS"]) == [(1, "row")]
@@ -166,14 +202,15 @@ def test_a_script_touches_its_one_key_alone(script: Script) -> None:
 
 @every_script
 def test_a_script_checks_everything_before_it_writes(script: Script) -> None:
-    """Once it has written, nothing more is found wrong with the row."""
+    """Once it has written, nothing more is found wrong with the row: the block that wrote returns."""
     source = body(script)
-    first_write = min(source.index(f"'{command}'") for command in ("HSET", "PEXPIRE") if f"'{command}'" in source)
-    refusals = [match.start() for match in re.finditer(r"'(?:fenced|lost)'", source)]
+    source = re.sub(r"^local function (?!finish\b).*?^end\n", "", source, flags=re.M | re.DOTALL)
+    refusals = [match.start() for match in re.finditer(r"return \{'(?:fenced|lost|corrupt|reused)'", source)]
 
-    if script.name in ("complete", "fail"):  # the last refusal follows the early return of what is done already
-        first_write = source.index("'HSET'")
-    assert all(refusal < first_write for refusal in refusals)
+    for write in re.finditer(r"^( *).*(?:set_clock|extend_lease|'HSET')\b", source, re.M):
+        for refusal in refusals:
+            between = source[write.end() : refusal]
+            assert refusal < write.start() or re.search(rf"^{write[1]}return ", between, re.M), write[0]
 
 
 @every_script
@@ -185,7 +222,10 @@ def test_a_script_uses_no_undeclared_name(script: Script) -> None:
     }
     declared |= set(re.findall(r"local function (\w+)", source))
     declared |= {
-        name.strip() for names in re.findall(r"function \w+\(([\w, ]*)\)", source) for name in names.split(",")
+        name.strip() for names in re.findall(r"function \w+\(([\w, .]*)\)", source) for name in names.split(",")
+    }
+    declared |= {
+        name.strip() for names in re.findall(r"\bfor ([\w, ]+?) (?:=|in\b)", source) for name in names.split(",")
     }
     used = set(re.findall(r"(?<![\w.:'])[A-Za-z_]\w*", source))
 

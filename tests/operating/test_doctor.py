@@ -16,7 +16,15 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from idemredis import AsyncLedger, Ledger, Policy, Reservation, StoredResponse, doctor
-from idemredis.operating.diagnosis import Finding, Report, Server, client_findings, server_findings
+from idemredis.operating.diagnosis import (
+    Finding,
+    Report,
+    Server,
+    TTLs,
+    client_findings,
+    clock_finding,
+    server_findings,
+)
 from idemredis.operating.nodes import primaries
 from tests.support import servers
 from tests.support.servers import valkey
@@ -155,8 +163,10 @@ def test_rows_that_never_expire_or_are_of_another_version_are_found(
     place: Place, ledger: Ledger, run: Run, namespace: str
 ) -> None:
     for i in range(30):
-        assert isinstance(ledger.claim("a", f"k{i}", "f"), Reservation)
-    lasting, strange = f"{namespace}:a:k3", f"{namespace}:a:k7"
+        r = ledger.claim("a", f"k{i}", "f")
+        assert isinstance(r, Reservation)
+    ledger.complete(r, StoredResponse(204))
+    lasting, strange = f"{namespace}:a:k29", f"{namespace}:a:k7"
     place.client.persist(lasting)
     place.client.hset(strange, "status", "cancelled")
     report = doctor.check(ledger)
@@ -166,7 +176,15 @@ def test_rows_that_never_expire_or_are_of_another_version_are_found(
     assert "status is unknown" in of(report, "rows").reason
     assert run("doctor").code == 1
     assert run("stats", "--json").json["lasting"] == 1
+    assert "HGET ROW retention" in of(report, "expiry").fix
+    place.client.pexpire(lasting, int(place.client.hget(lasting, "retention")))
+
+    lasting = f"{namespace}:a:k3"  # without its TTL a pending row has no clock
+    place.client.persist(lasting)
+    report = doctor.check(ledger)
     place.client.delete(lasting)
+    assert of(report, "expiry").reason.startswith("1 of all 30 rows")
+    assert "it is pending and has no TTL" in of(report, "rows").reason
 
 
 def test_only_as_many_rows_are_looked_at_as_asked(valkey_server: servers.Server, namespace: str) -> None:
@@ -180,9 +198,9 @@ def test_only_as_many_rows_are_looked_at_as_asked(valkey_server: servers.Server,
 
 
 def test_what_the_server_refuses_to_tell_is_unknown_and_no_problem(real_server: servers.Server, namespace: str) -> None:
-    app = ("resetkeys", "~*", "resetchannels", "-@all", "+evalsha", "+eval", "+ping", "+time", "+hmget", "+hset")
+    app = ("resetkeys", "~*", "resetchannels", "-@all", "+evalsha", "+eval", "+ping", "+hmget", "+hset")
     with real_server.client() as admin:
-        admin.execute_command("ACL", "SETUSER", "mute", "on", ">pw", *app, "+pexpire", "+exists", "+del", "+hgetall")
+        admin.execute_command("ACL", "SETUSER", "mute", "on", ">pw", *app, "+pexpire", "+pttl", "+del")
         with real_server.client(username="mute", password="pw") as client:
             report = doctor.check(Ledger(client, namespace=namespace))
         admin.acl_deluser("mute")
@@ -192,7 +210,7 @@ def test_what_the_server_refuses_to_tell_is_unknown_and_no_problem(real_server: 
         assert of(report, check).verdict == "unknown", check
 
 
-@pytest.mark.parametrize("denied", ["evalsha", "eval", "time", "hmget", "hset", "pexpire", "exists"])
+@pytest.mark.parametrize("denied", ["evalsha", "eval", "hmget", "hset", "pexpire", "pttl"])
 def test_a_command_that_is_denied_is_named_and_no_row_stays(
     real_server: servers.Server, namespace: str, denied: str
 ) -> None:
@@ -292,17 +310,32 @@ def test_a_clients_timeouts_and_retries_are_judged(options: dict[str, Any], verd
     assert [finding.verdict for finding in client_findings(options, Policy())] == [verdict]
 
 
-def test_slow_trips_skewed_clocks_old_engines_and_lagging_replicas_are_judged() -> None:
+@pytest.mark.parametrize(
+    ("ttls", "verdict"),
+    [
+        (TTLs(60.123, 60.121, 0.01, 60.1, 0.02), "ok"),
+        (TTLs(60.123, 58.0, 3.0, 57.9, 0.1), "ok"),
+        (TTLs(60.123, 60.0, 0.001, 59.0, 1.1), "warning"),
+        (TTLs(60.123, 61.0, 0.001, 60.0, 1.1), "warning"),
+        (TTLs(60.123, 60.123, 0.001, 60.123, 0.02), "problem"),
+        (TTLs(60.123, 60.0, 0.001, 60.0, 1.1), "problem"),
+        (TTLs(60.123, 0.0, 0.001, 0.0, 1.1), "problem"),
+    ],
+)
+def test_ttls_that_do_not_run_or_count_whole_seconds_are_judged(ttls: TTLs, verdict: str) -> None:
+    assert clock_finding(ttls).verdict == verdict
+
+
+def test_slow_trips_old_engines_and_lagging_replicas_are_judged() -> None:
     info = {
         "redis_version": "6.0.1",
         "role": "master",
         "slave0": {"state": "online", "lag": 9},
         "slave1": {"state": "wait_bgsave", "lag": 0},
     }
-    sick = Server("h:1", trips=[0.001] * 19 + [0.3], skew=-7200.0, info=info)
+    sick = Server("h:1", trips=[0.001] * 19 + [0.3], info=info)
     verdicts = {finding.check: finding.verdict for finding in server_findings(sick, Policy(), None)}
     assert verdicts["round trip"] == "warning"
-    assert verdicts["clock"] == "warning"
     assert verdicts["engine"] == "problem"
     assert verdicts["replication"] == "warning"
     assert verdicts["memory"] == verdicts["persistence"] == "unknown"

@@ -69,10 +69,10 @@ def test_four_things_wrong_are_found_and_settled_with_the_commands_of_the_page(
     listed = {line.split()[0]: line.split() for line in (first, *others)}
     page = (ROOT / "docs" / "operations.md").read_text()
     assert all(listed[who][-1] in page for who in ("acct_alice", "acct_bob", "acct_carol"))
-    assert listed["acct_carol"][3:5] == ["stale", "2"]
+    assert listed["acct_carol"][5:7] == ["stale", "2"]
     assert listed["acct_carol"][-2:] == ["charging", held[1]]
-    assert listed["acct_bob"][3:5] == ["stale", "1"]
-    assert listed["acct_alice"][3:5] == ["pending", "1"]
+    assert listed["acct_bob"][5:7] == ["stale", "1"]
+    assert listed["acct_alice"][5:7] == ["pending", "1"]
     assert "completed" not in first
 
     assert [(words, answer.code) for words, answer in ran[1:] if answer.code] == []

@@ -48,10 +48,11 @@ def tailing(place: Place, namespace: str) -> Iterator[Callable[[str], Seen]]:
 def test_every_transition_is_seen_in_the_row_itself(place: Place, ledger: Ledger, namespace: str) -> None:
     with tailing(place, namespace) as next_is:
         for i in range(3):  # on a cluster: on several nodes
-            r = claimed(ledger, f"acct_{i}", "k")
+            r = ledger.claim(f"acct_{i}", "k", "f", route="POST /charges/<id>")
+            assert isinstance(r, Reservation)
             first = next_is("claimed")
             assert first.row is not None
-            assert (first.row.identity, first.generation) == (r.identity, 1)
+            assert (first.row.identity, first.generation, first.route) == (r.identity, 1, "POST /charges/<id>")
             ledger.renew(r)
             next_is("renewed")
             ledger.checkpoint(r, "charged", 1)
@@ -183,7 +184,7 @@ def test_a_publisher_queues_no_more_than_it_may(namespace: str) -> None:
     slow: Any = Slow()
     publisher = Publisher(slow, namespace)
     for _ in range(1500):
-        publisher(Event("claimed", "0" * 12, "", 1, 0.0))
+        publisher(Event("claimed", "0" * 12, "", 1, "", 0.0))
     assert started.wait(5.0)
     assert 400 <= publisher.dropped <= 500
     go_on.set()
@@ -195,11 +196,11 @@ def test_a_forked_child_publishes_too(valkey_server: Server, namespace: str) -> 
         listener.subscribe(f"{namespace}:idemredis-events")
         listener.get_message(timeout=1.0)
         publisher = Publisher(valkey_server.client(), namespace)
-        publisher(Event("claimed", "0" * 12, "", 1, 0.0))
+        publisher(Event("claimed", "0" * 12, "", 1, "", 0.0))
         wait_until(lambda: listener.get_message(timeout=0.1))
         child = os.fork()
         if child == 0:
-            publisher(Event("completed", "0" * 12, "", 1, 0.0))
+            publisher(Event("completed", "0" * 12, "", 1, "", 0.0))
             publisher.close(30.0)
             os._exit(0)
         os.waitpid(child, 0)

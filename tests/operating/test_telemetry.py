@@ -24,8 +24,8 @@ from idemredis.flask import Idempotency, current_reservation
 from idemredis.flows import EventName
 from idemredis.keys import digest
 from idemredis.signals import send, signals
-from idemredis.telemetry import MOST_OPERATIONS, OTHER_OPERATION, Telemetry
-from idemredis.testing import Clock
+from idemredis.telemetry import MOST_NAMES, OTHER_NAME, Telemetry
+from tests.support.clock import TurnedClock
 from tests.support.counting import count_calls
 from tests.support.servers import Server
 from tests.support.subject import MakeSubject, Mode
@@ -76,9 +76,9 @@ def collected() -> Iterator[Collected]:
 
 
 def test_outcomes_are_counted_and_reservations_held_go_up_and_down(
-    make_subject: MakeSubject, mode: Mode, valkey_server: Server, clock: Clock, collected: Collected
+    make_subject: MakeSubject, mode: Mode, valkey_server: Server, clock: TurnedClock, collected: Collected
 ) -> None:
-    subject = make_subject(mode, valkey_server, scripts=clock, observers=[collected.observer])
+    subject = make_subject(mode, valkey_server, observers=[collected.observer])
     assert collected.held() == 0
     a, b, c = (subject.claimed("acct_secret", f"key-{name}", "f", "charge") for name in "abc")
     assert collected.held() == 3
@@ -107,21 +107,20 @@ def test_outcomes_are_counted_and_reservations_held_go_up_and_down(
 
 
 def test_labels_are_a_closed_set(collected: Collected) -> None:
-    for i in range(MOST_OPERATIONS + 50):
-        collected.observer(Event("claimed", "0" * 12, f"op-{i}", 1, 0.0, "acct", "key"))
+    for i in range(MOST_NAMES + 50):
+        collected.observer(Event("claimed", "0" * 12, f"op-{i}", 1, f"route-{i}", 0.0, "acct", "key"))
     operations = {operation for _, operation in collected.outcomes()}
-    assert len(operations) == MOST_OPERATIONS + 1
-    assert collected.outcomes()["claimed", OTHER_OPERATION] == 50
-    assert {name for labels in collected.points("idempotency.outcomes") for name, _ in labels} == {
-        "outcome",
-        "operation",
-    }
+    assert len(operations) == MOST_NAMES + 1
+    assert collected.outcomes()["claimed", OTHER_NAME] == 50
+    labels = [dict(labels) for labels in collected.points("idempotency.outcomes")]
+    assert {name for each in labels for name in each} == {"outcome", "operation", "route"}
+    assert len({each["route"] for each in labels}) == MOST_NAMES + 1
 
 
 def test_a_reservation_whose_end_is_never_told_is_not_counted_for_ever(
     collected: Collected, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    collected.observer(Event("claimed", "0" * 12, "", 1, 0.0))
+    collected.observer(Event("claimed", "0" * 12, "", 1, "", 0.0))
     assert collected.held() == 1
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 901)
@@ -144,10 +143,10 @@ def test_a_claim_and_a_completion_are_spans_within_the_requests_own(
     with valkey_server.client() as client:
         ledger = Ledger(client, namespace=namespace, observers=[collected.observer])
         with collected.tracer.start_as_current_span("request") as parent:
-            r = ledger.claim("acct_secret", "key-secret", "f", "charge")
+            r = ledger.claim("acct_secret", "key-secret", "f", "charge", route="POST /charges/<id>")
             assert isinstance(r, Reservation)
             ledger.complete(r, ANSWER)
-            ledger.claim("acct_secret", "key-secret", "f", "charge")
+            ledger.claim("acct_secret", "key-secret", "f", "charge", route="POST /charges/<id>")
         ledger.close()
     claim, completion, replay, request = collected.spans.get_finished_spans()
     assert [span.name for span in (claim, completion, replay)] == [
@@ -164,6 +163,7 @@ def test_a_claim_and_a_completion_are_spans_within_the_requests_own(
             "idempotency.digest": row,
             "idempotency.generation": 1,
             "idempotency.operation": "charge",
+            "idempotency.route": "POST /charges/<id>",
         }
         times = [request.start_time, span.start_time, span.end_time, request.end_time]
         assert times == sorted(time or 0 for time in times)
@@ -172,7 +172,7 @@ def test_a_claim_and_a_completion_are_spans_within_the_requests_own(
 
 
 def test_a_fenced_completion_is_a_span_with_an_error(collected: Collected) -> None:
-    collected.observer(Event("fenced", "0" * 12, "", 1, 0.01))
+    collected.observer(Event("fenced", "0" * 12, "", 1, "", 0.01))
     [span] = collected.spans.get_finished_spans()
     assert span.name == "idempotency.completion"
     assert not span.status.is_ok
@@ -332,7 +332,7 @@ def test_levels_are_those_that_a_person_on_call_would_choose(
 
 
 def test_an_event_enters_few_python_functions_with_everything_on(collected: Collected) -> None:
-    event = Event("claimed", "0" * 12, "charge", 1, 0.0001)
+    event = Event("claimed", "0" * 12, "charge", 1, "", 0.0001)
     collected.observer(event)
 
     assert count_calls(lambda: collected.observer(event)) <= 150

@@ -13,7 +13,7 @@ import redis.asyncio
 import redis.exceptions
 
 from idemredis import AsyncLedger, Ledger, Policy, Replay, Reservation, StoredResponse
-from idemredis.operating.nodes import connect, primaries
+from idemredis.operating.nodes import connect, holder, primaries
 from idemredis.operating.tail import Publisher, channel
 from tests.support.waiting import wait_until
 
@@ -127,11 +127,18 @@ def test_nobody_reaches_other_rows_or_commands(users: Users, namespace: str, rol
     ]
     words += [("HGETALL", f"{namespace}x:a:k"), ("PUBLISH", "other", "x"), ("SET", f"{namespace}:a:k", "x")]
     if role == "viewer":
-        words += [("DEL", f"{namespace}:a:k"), ("PEXPIRE", f"{namespace}:a:k", 1), ("EVAL", "return 1", 0)]
+        words += [("DEL", f"{namespace}:a:k"), ("PEXPIRE", f"{namespace}:a:k", 1)]
         words += [("PUBLISH", channel(namespace), "x")]
     for denied in words:
         with pytest.raises(redis.exceptions.NoPermissionError):
             node.execute_command(*denied)
+    name = f"{namespace}:a:k"
+    writes = ("'SET', KEYS[1], 1", "'LPUSH', KEYS[1], 1", "'FLUSHALL'", "'CONFIG', 'SET', 'maxmemory', 0")
+    if role == "viewer":
+        writes += ("'DEL', KEYS[1]", "'HSET', KEYS[1], 1, 2", "'PEXPIRE', KEYS[1], 1")
+    for write in writes:
+        with pytest.raises(redis.exceptions.ResponseError, match="permissions|can't run this command|not allowed"):
+            holder(client, name).eval(f"return redis.call({write})", 1, name)
     client.close()
     assert len(users.denied()) > 0
     users.forgive()

@@ -85,9 +85,10 @@ class Subject:
         lease: float | None = None,
         wait: float = 0.0,
         takeover: bool = True,
+        route: str = "",
     ) -> Outcome:
         """See `Ledger.claim`."""
-        outcome: Outcome = self._do("claim", principal, key, fingerprint, operation, lease, wait, takeover)
+        outcome: Outcome = self._do("claim", principal, key, fingerprint, operation, lease, wait, takeover, route)
         return outcome
 
     def claimed(self, *args: Any, **kwargs: Any) -> Reservation:

@@ -1,4 +1,4 @@
-"""An application to attack: its views, its ledger on a turned clock, and its rows."""
+"""An application to attack: its views, its ledger, and its rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from idemredis import Ledger, Policy
 from idemredis.events import Event
 from idemredis.flask import Idempotency
 from idemredis.keys import identify
-from idemredis.testing import Clock
 from tests.conftest import Servers
 from tests.support.subject import AnyServer
 
@@ -38,7 +37,6 @@ class Site:
         client: redis.Redis,
         store: redis.Redis,
         namespace: str,
-        clock: Clock | None,
         *,
         principal: Any = PRINCIPAL,
         policy: Policy | None = None,
@@ -53,7 +51,7 @@ class Site:
         self.store = store
         self.namespace = namespace
         self._count(client)
-        self.ledger = ledger(client, policy, namespace, (self.events.append,), log_keys=log_keys, scripts=clock)
+        self.ledger = ledger(client, policy, namespace, (self.events.append,), log_keys=log_keys)
         self.app = Flask("shop") if app is None else app
         self.app.config.update({f"IDEMREDIS_{name}": value for name, value in settings.items()})
         self.idempotency = Idempotency(principal=principal, ledger=self.ledger)
@@ -132,18 +130,18 @@ class Site:
 
 
 class MakeSite(Protocol):
-    def __call__(self, server: AnyServer | None = None, *, real_time: bool = False, **options: Any) -> Site: ...
+    def __call__(self, server: AnyServer | None = None, **options: Any) -> Site: ...
 
 
 @pytest.fixture
-def make_site(every_key_left_expires: Servers, namespace: str, clock: Clock) -> Iterator[MakeSite]:
-    """Make sites: `make_site(server, principal=…, policy=…, ledger=…, real_time=True, PROTOCOL="ietf", …)`."""
+def make_site(every_key_left_expires: Servers, namespace: str) -> Iterator[MakeSite]:
+    """Make sites: `make_site(server, principal=…, policy=…, ledger=…, PROTOCOL="ietf", …)`."""
     made: list[Site] = []
 
-    def make(server: AnyServer | None = None, *, real_time: bool = False, **options: Any) -> Site:
+    def make(server: AnyServer | None = None, **options: Any) -> Site:
         server = server or every_key_left_expires.get("fakeredis")
         client = options.pop("client", None) or server.client()
-        made.append(Site(client, server.client(), namespace, None if real_time else clock, **options))
+        made.append(Site(client, server.client(), namespace, **options))
         return made[-1]
 
     yield make

@@ -39,7 +39,7 @@ def test_fifty_threads_over_two_applications_run_the_view_once(
     wait: float, make_site: MakeSite, valkey_server: Server
 ) -> None:
     runs: list[int] = []
-    sites = [make_site(valkey_server, real_time=True, WAIT_SECONDS=wait) for _ in range(2)]
+    sites = [make_site(valkey_server, WAIT_SECONDS=wait) for _ in range(2)]
 
     def view() -> tuple[str, int]:
         runs.append(1)
@@ -59,7 +59,7 @@ def test_fifty_threads_over_two_applications_run_the_view_once(
 
 
 def test_fifty_threads_at_a_stale_row_run_the_view_once_more(make_site: MakeSite, valkey_server: Server) -> None:
-    site = make_site(valkey_server, real_time=True)
+    site = make_site(valkey_server)
     generations: list[bytes] = []
 
     def view() -> tuple[str, int]:
@@ -78,7 +78,7 @@ def test_fifty_threads_at_a_stale_row_run_the_view_once_more(make_site: MakeSite
 def test_one_key_with_two_bodies_at_once_runs_one_and_refuses_the_other(
     make_site: MakeSite, valkey_server: Server
 ) -> None:
-    site = make_site(valkey_server, real_time=True)
+    site = make_site(valkey_server)
     site.view()
     answers = _at_once(20, lambda number: (number % 2, site.send(json={"amount": number % 2})))
     winners = {amount for amount, answer in answers if answer.status_code == 201}

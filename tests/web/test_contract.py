@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -15,7 +16,8 @@ from werkzeug.test import TestResponse
 
 from idemredis import InProgress, Ledger, Policy
 from idemredis.flask import current_reservation
-from idemredis.testing import Clock
+from idemredis.http import Contract
+from tests.support.clock import SLACK, TurnedClock
 
 from .conftest import MakeSite, Site
 
@@ -44,44 +46,44 @@ def _hold(site: Site) -> None:
     assert site.send(path="/held").status_code == 200
 
 
-def _key_missing(site: Site, clock: Clock) -> Request:
+def _key_missing(site: Site, clock: TurnedClock) -> Request:
     return {"key": None}
 
 
-def _key_invalid(site: Site, clock: Clock) -> Request:
+def _key_invalid(site: Site, clock: TurnedClock) -> Request:
     return {"key": ""}
 
 
-def _key_reused(site: Site, clock: Clock) -> Request:
+def _key_reused(site: Site, clock: TurnedClock) -> Request:
     site.send()
     return {"json": {"amount": 1001}}
 
 
-def _in_progress(site: Site, clock: Clock) -> Request:
+def _in_progress(site: Site, clock: TurnedClock) -> Request:
     _hold(site)
     clock.turn(10)
     return {"path": "/held"}
 
 
-def _as_it_comes(site: Site, clock: Clock) -> Request:
+def _as_it_comes(site: Site, clock: TurnedClock) -> Request:
     return {}
 
 
-def _cut_off(site: Site, clock: Clock) -> Request:
+def _cut_off(site: Site, clock: TurnedClock) -> Request:
     return {"data": b"12345", "environ_overrides": {"CONTENT_LENGTH": "6"}}
 
 
-def _chunked(site: Site, clock: Clock) -> Request:
+def _chunked(site: Site, clock: TurnedClock) -> Request:
     return {"data": b"12345", "environ_overrides": {"HTTP_TRANSFER_ENCODING": "chunked"}}
 
 
-def _corrupt(site: Site, clock: Clock) -> Request:
+def _corrupt(site: Site, clock: TurnedClock) -> Request:
     site.send()
     site.store.hset(site.row_name(), "generation", "many")
     return {}
 
 
-def _tombstone(site: Site, clock: Clock) -> Request:
+def _tombstone(site: Site, clock: TurnedClock) -> Request:
     def secret() -> Any:
         current_reservation.outcome = "omit"
         return "the secret", 201
@@ -97,7 +99,7 @@ class Refusal:
 
     code: str
     status: int
-    arrange: Callable[[Site, Clock], Request]
+    arrange: Callable[[Site, TurnedClock], Request]
     ietf: int = 0
     facts: dict[str, int] = field(default_factory=dict)
     retry_after: str | None = None
@@ -128,7 +130,7 @@ REFUSALS = (
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.code)
 def test_a_refusal_has_its_status_code_and_fields_and_runs_and_writes_nothing(
-    refusal: Refusal, protocol: str, make_site: MakeSite, clock: Clock
+    refusal: Refusal, protocol: str, make_site: MakeSite, clock: TurnedClock
 ) -> None:
     options = dict(refusal.site)
     if options.get("client"):
@@ -153,6 +155,9 @@ def test_a_refusal_has_its_status_code_and_fields_and_runs_and_writes_nothing(
         assert answer.status_code == refusal.status
         assert answer.headers["Content-Type"] == "application/json"
         assert len(body.pop("message")) > 10
+    if "lease_ms" in refusal.facts:  # real time goes on
+        assert refusal.facts["lease_ms"] - SLACK * 1000 < body["lease_ms"] <= refusal.facts["lease_ms"]
+        body["lease_ms"] = refusal.facts["lease_ms"]
     assert body == refusal.facts
     assert answer.headers.get("Retry-After") == refusal.retry_after
     assert "Idempotent-Replayed" not in answer.headers
@@ -161,7 +166,7 @@ def test_a_refusal_has_its_status_code_and_fields_and_runs_and_writes_nothing(
 
 @pytest.mark.parametrize("refusal", REFUSALS[:3], ids=lambda refusal: refusal.code)
 def test_a_problem_links_to_the_documentation_where_there_is_one(
-    refusal: Refusal, make_site: MakeSite, clock: Clock
+    refusal: Refusal, make_site: MakeSite, clock: TurnedClock
 ) -> None:
     site = make_site(PROTOCOL="ietf", DOCS_URL=DOCS)
     site.view()
@@ -171,28 +176,37 @@ def test_a_problem_links_to_the_documentation_where_there_is_one(
 
 
 @pytest.mark.parametrize(
-    ("turned", "lease_ms", "retry_after_ms", "header"),
+    ("left", "lease_ms", "retry_after_ms", "header"),
     [
-        (0, 30_000, 2000, "2"),
-        (28.0, 2000, 2000, "2"),
-        (28.001, 1999, 1999, "2"),
-        (29.0, 1000, 1000, "1"),
-        (29.999, 1, 1, "1"),
+        (30.0, 30_000, 2000, "2"),
+        (2.0, 2000, 2000, "2"),
+        (1.999, 1999, 1999, "2"),
+        (1.0, 1000, 1000, "1"),
+        (0.001, 1, 1, "1"),
     ],
 )
 def test_a_duplicate_is_told_when_to_ask_again_to_the_millisecond(
-    turned: float, lease_ms: int, retry_after_ms: int, header: str, make_site: MakeSite, clock: Clock
+    left: float, lease_ms: int, retry_after_ms: int, header: str
 ) -> None:
-    site = make_site()
-    _hold(site)
-    clock.turn(turned)
-    answer = site.send(path="/held")
-    body = answer.get_json()
-    assert (body["lease_ms"], body["retry_after_ms"], answer.headers["Retry-After"]) == (
+    answer = Contract("default", None, 2.0).in_progress(left)
+    body = json.loads(answer.body)
+    assert (body["lease_ms"], body["retry_after_ms"], dict(answer.headers)["Retry-After"]) == (
         lease_ms,
         retry_after_ms,
         header,
     )
+
+
+@pytest.mark.parametrize(("turned", "at_most"), [(0, 30.0), (12.5, 17.5)])
+def test_a_duplicate_is_told_what_is_left_of_the_lease(
+    turned: float, at_most: float, make_site: MakeSite, clock: TurnedClock
+) -> None:
+    site = make_site(RETRY_AFTER_SECONDS=20)
+    _hold(site)
+    clock.turn(turned)
+    body = site.send(path="/held").get_json()
+    assert at_most - SLACK < body["lease_ms"] / 1000 <= at_most
+    assert body["retry_after_ms"] == min(body["lease_ms"], 20_000)
 
 
 def test_retry_after_is_capped_by_the_setting_and_in_whole_seconds(make_site: MakeSite) -> None:
@@ -202,7 +216,7 @@ def test_retry_after_is_capped_by_the_setting_and_in_whole_seconds(make_site: Ma
     assert (answer.get_json()["retry_after_ms"], answer.headers["Retry-After"]) == (200, "1")
 
 
-def test_a_lease_that_ended_is_taken_over_at_generation_2(make_site: MakeSite, clock: Clock) -> None:
+def test_a_lease_that_ended_is_taken_over_at_generation_2(make_site: MakeSite, clock: TurnedClock) -> None:
     site = make_site()
     generations: list[int] = []
 
@@ -220,7 +234,7 @@ def test_a_lease_that_ended_is_taken_over_at_generation_2(make_site: MakeSite, c
 
 
 def test_another_request_on_a_pending_or_stale_key_learns_only_that_the_key_was_reused(
-    make_site: MakeSite, clock: Clock
+    make_site: MakeSite, clock: TurnedClock
 ) -> None:
     site = make_site()
     _hold(site)

@@ -13,8 +13,8 @@ from redis.retry import Retry
 
 from idemredis import HoldForReview, Reservation
 from idemredis.flask import Idempotency, current_reservation
-from idemredis.testing import Clock
 from tests.conftest import Servers
+from tests.support.clock import TurnedClock
 
 from .conftest import MakeSite, Site
 
@@ -22,7 +22,7 @@ KEY = "key-7f3d9c"
 PRINCIPAL = "account-41ab"
 
 
-def _everything(make_site: MakeSite, clock: Clock, **options: Any) -> Site:
+def _everything(make_site: MakeSite, clock: TurnedClock, **options: Any) -> Site:
     """Bring about everything that is logged."""
     site = make_site(principal=PRINCIPAL, **options)
     mode: list[Any] = ["done"]
@@ -72,7 +72,7 @@ def _outage(make_site: MakeSite, **options: Any) -> None:
 
 
 def test_no_raw_key_or_principal_is_in_any_record_or_event(
-    make_site: MakeSite, clock: Clock, caplog: pytest.LogCaptureFixture
+    make_site: MakeSite, clock: TurnedClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
     site = _everything(make_site, clock)
@@ -98,7 +98,7 @@ def test_no_raw_key_or_principal_is_in_any_record_or_event(
     ],
 )
 def test_what_an_operator_must_know_is_loud(
-    level: int, text: str, make_site: MakeSite, clock: Clock, caplog: pytest.LogCaptureFixture
+    level: int, text: str, make_site: MakeSite, clock: TurnedClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     _everything(make_site, clock)
     _outage(make_site)

@@ -21,7 +21,7 @@ LEASES = 5
 
 
 def test_a_view_that_runs_five_leases_long_is_not_taken_over(make_site: MakeSite, valkey_server: Server) -> None:
-    site = make_site(valkey_server, real_time=True, policy=Policy(lease=LEASE))
+    site = make_site(valkey_server, policy=Policy(lease=LEASE))
     running, done = threading.Event(), threading.Event()
 
     def slow() -> tuple[str, int]:
@@ -46,7 +46,7 @@ def test_a_view_that_runs_five_leases_long_is_not_taken_over(make_site: MakeSite
 def test_without_a_heartbeat_it_is_and_the_first_client_gets_its_own_answer_while_the_row_keeps_the_second(
     make_site: MakeSite, valkey_server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
-    site = make_site(valkey_server, real_time=True, policy=Policy(lease=LEASE, heartbeat=False))
+    site = make_site(valkey_server, policy=Policy(lease=LEASE, heartbeat=False))
     running, done = threading.Event(), threading.Event()
 
     def slow() -> tuple[str, int]:
