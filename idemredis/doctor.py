@@ -187,7 +187,7 @@ def _examine(ledger: AnyLedger, nodes: Sequence[Node], sample: int, scratch: boo
     complete, sizes = True, list[int]()
     for node in nodes:
         server = Server(address(node))
-        away = yield from _meet(node, server)
+        away = yield from _meet(node, server, policy)
         if away is not None:
             findings.append(
                 Finding("reachable", "problem", str(away), "is it up, and is the URL right?", server.address)
@@ -221,7 +221,7 @@ def _examine(ledger: AnyLedger, nodes: Sequence[Node], sample: int, scratch: boo
     return Report(tuple(findings), reachable=True)
 
 
-def _meet(node: Node, server: Server) -> _Questions[IdempotencyError | None]:
+def _meet(node: Node, server: Server, policy: Policy) -> _Questions[IdempotencyError | None]:
     """Ask one server what it is; return what went wrong where it does not answer at all."""
     trips = []
     for _ in range(TRIPS):
@@ -236,6 +236,10 @@ def _meet(node: Node, server: Server) -> _Questions[IdempotencyError | None]:
         server.refused = str(info.__cause__ or info)
     else:
         server.info = info
+    if policy.min_replicas:
+        [wait] = yield _Ask(node, [("WAIT", 0, 1)])
+        if isinstance(wait, Exception):
+            server.wait_refused = str(wait.__cause__ or wait)
     config: dict[str, str] = {}
     for answer in (yield _Ask(node, [("CONFIG GET", name) for name in _CONFIG])):
         if isinstance(answer, dict):

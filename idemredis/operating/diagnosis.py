@@ -112,6 +112,7 @@ class Server:
     info: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
     refused: str = ""
+    wait_refused: str = ""
 
     @property
     def of_cluster(self) -> bool:
@@ -138,6 +139,16 @@ def server_findings(server: Server, policy: Policy, row_bytes: float | None) -> 
     else:
         names = ("engine", "eviction", "memory", "persistence", "replication")
         findings += [Finding(name, "unknown", f"the server does not tell: INFO: {server.refused}") for name in names]
+    if server.wait_refused:
+        findings.append(
+            Finding(
+                "replication",
+                "problem",
+                f"the server refuses WAIT ({server.wait_refused}): with min_replicas={policy.min_replicas} every claim is "
+                "refused",
+                "lower IDEMREDIS_MIN_REPLICAS to 0, and read docs/servers.md on what a failover can lose",
+            )
+        )
     findings.append(_packing(server))
     return findings
 

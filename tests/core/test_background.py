@@ -30,10 +30,10 @@ from idemredis import (
 )
 from idemredis.flows import Sleep
 from idemredis.operations import Call, Fenced, Hold
-from idemredis.testing import Clock
+from tests.support.clock import TurnedClock, expires_at
 from tests.support.proxy import Proxy
 from tests.support.servers import Server
-from tests.support.subject import AnyServer, MakeSubject, Mode, Subject
+from tests.support.subject import AnyServer, Fields, MakeSubject, Mode, Subject
 from tests.support.waiting import wait_until
 
 ROW = ("acct_1", "key-1")
@@ -43,8 +43,15 @@ BUSY = Policy(lease=3.0)
 """Long enough for a heartbeat to be in time on a machine that is busy with other tests."""
 
 
-def lease_until(subject: Subject, r: Reservation) -> int:
-    return int(subject.fields(r.identity.row)[b"lease_until"])
+def expiry(subject: Subject, r: Reservation) -> int:
+    """When the row expires, in milliseconds by the server's clock: exact, and later with each renewal."""
+    at: int = subject.client.pexpiretime(r.identity.row)
+    return at
+
+
+def state(subject: Subject, r: Reservation) -> tuple[Fields, int]:
+    """The row's fields, and when it expires: a renewal may change that alone."""
+    return subject.fields(r.identity.row), expiry(subject, r)
 
 
 def is_taken(subject: Subject, key: str) -> bool:
@@ -66,9 +73,9 @@ def test_a_kept_reservation_is_not_taken_over_while_it_lasts(
 ) -> None:
     subject = make_subject(mode, server, policy=BUSY)
     r = subject.claimed(*ROW, "f")
-    ends = lease_until(subject, r)
+    ends = expires_at(subject.client, r.identity.row)
     subject.keep(r)
-    while lease_until(subject, r) < ends + 1000:
+    while expires_at(subject.client, r.identity.row) < ends + 1000:
         assert isinstance(subject.claim(*ROW, "f"), InProgress)
         assert r.held
         r.ensure_held()
@@ -81,10 +88,10 @@ def test_a_lease_is_renewed_at_each_third_of_it(make_subject: MakeSubject, mode:
     subject = make_subject(mode, valkey_server, policy=Policy(lease=3.0))
     r = subject.claimed(*ROW, "f")
     subject.keep(r)
-    times = [int(subject.fields(r.identity.row)[b"created_at"])]
+    times = [expiry(subject, r)]
     for _ in range(3):
-        wait_until(lambda: int(subject.fields(r.identity.row)[b"updated_at"]) > times[-1])
-        times.append(int(subject.fields(r.identity.row)[b"updated_at"]))
+        wait_until(lambda: expiry(subject, r) > times[-1])
+        times.append(expiry(subject, r))
 
     gaps = [later - earlier for earlier, later in pairwise(times[1:])]
     assert 900 <= min(gaps) < 1400
@@ -115,13 +122,13 @@ def test_a_heartbeat_ends_with_the_attempt_and_never_revives_the_row(
     subject.keep(r)
     wait_until(subject.at_work)
     getattr(subject, ending)(*(r, ANSWER)[: 2 if ending in ("complete", "fail") else 1])
-    left = subject.fields(r.identity.row)
+    left = state(subject, r)
     assert not r.held
     wait_until(lambda: subject.at_work() == 0)
     subject.keep(r)  # too late
     wait_until(lambda: subject.at_work() == 0)
 
-    assert subject.fields(r.identity.row) == left
+    assert state(subject, r) == left
     assert "fenced" not in [event.name for event in events]
 
 
@@ -141,11 +148,11 @@ def test_a_heartbeat_ends_after_the_longest_hold_so_that_a_hung_handler_can_be_t
 
 
 def test_a_heartbeat_that_is_fenced_says_so_and_leaves_the_successor_alone(
-    make_subject: MakeSubject, mode: Mode, valkey_server: Server, clock: Clock
+    make_subject: MakeSubject, mode: Mode, valkey_server: Server, clock: TurnedClock
 ) -> None:
     events: list[Event] = []
-    subject = make_subject(mode, valkey_server, policy=SHORT, scripts=clock, observers=[events.append])
-    other = make_subject(mode, valkey_server, policy=Policy(lease=100), scripts=clock)
+    subject = make_subject(mode, valkey_server, policy=SHORT, observers=[events.append])
+    other = make_subject(mode, valkey_server, policy=Policy(lease=100))
     a = subject.claimed(*ROW, "f")
     subject.keep(a)
 
@@ -154,13 +161,13 @@ def test_a_heartbeat_that_is_fenced_says_so_and_leaves_the_successor_alone(
         return isinstance(other.claim(*ROW, "f"), Reservation)
 
     wait_until(taken)
-    left = subject.fields(a.identity.row)
+    left = state(subject, a)
     wait_until(lambda: "fenced" in [event.name for event in events])
     assert not a.held
     with pytest.raises(FencedOut, match="no longer holds"):
         a.ensure_held()
     wait_until(lambda: subject.at_work() == 0)
-    assert subject.fields(a.identity.row) == left
+    assert state(subject, a) == left
     with pytest.raises(FencedOut):
         subject.complete(a, ANSWER)  # finds out too, which is no news
     assert [event.name for event in events].count("fenced") == 1
@@ -180,11 +187,11 @@ def test_a_row_that_is_gone_ends_its_heartbeat_and_does_not_come_back(
 
 
 def test_a_reservation_is_not_held_during_an_outage_longer_than_its_lease_and_is_again_afterwards(
-    make_subject: MakeSubject, mode: Mode, valkey_server: Server, clock: Clock
+    make_subject: MakeSubject, mode: Mode, valkey_server: Server
 ) -> None:
-    """Nobody took it over: the server's clock stands still here."""
+    """Nobody took it over meanwhile, so its owner may renew it."""
     with Proxy(valkey_server.port) as proxy:
-        subject = make_subject(mode, valkey_server, policy=SHORT, scripts=clock, **through(proxy, mode))
+        subject = make_subject(mode, valkey_server, policy=SHORT, **through(proxy, mode))
         r = subject.claimed(*ROW, "f")
         subject.keep(r)
         proxy.refuse()
@@ -195,7 +202,7 @@ def test_a_reservation_is_not_held_during_an_outage_longer_than_its_lease_and_is
 
 
 def renewed(subject: Subject, r: Reservation, end: int) -> bool:
-    return lease_until(subject, r) > end
+    return expiry(subject, r) > end
 
 
 def test_one_thread_or_task_keeps_all_reservations(
@@ -205,7 +212,7 @@ def test_one_thread_or_task_keeps_all_reservations(
     kept = [subject.claimed("acct_1", f"key-{i}", "f") for i in range(200)]
     for r in kept:
         subject.keep(r)
-    ends = {r.key: lease_until(subject, r) for r in kept}
+    ends = {r.key: expiry(subject, r) for r in kept}
     for r in kept:
         wait_until(partial(renewed, subject, r, ends[r.key]))
     wait_until(lambda: subject.at_work() == 1)
@@ -224,7 +231,7 @@ def test_renewals_that_are_due_together_go_out_together(
         r.hold.until = kept[-1].hold.until  # as if all had been claimed at the same time
         subject.keep(r)
     started = subject.client.info("stats")["total_reads_processed"]
-    ends = [lease_until(subject, r) for r in kept]
+    ends = [expiry(subject, r) for r in kept]
     looks = 0
 
     def looked() -> bool:
@@ -234,7 +241,7 @@ def test_renewals_that_are_due_together_go_out_together(
 
     wait_until(looked)
     reads = subject.client.info("stats")["total_reads_processed"] - started - len(kept) - looks
-    assert all(lease_until(subject, r) > end for r, end in zip(kept, ends, strict=True))
+    assert all(expiry(subject, r) > end for r, end in zip(kept, ends, strict=True))
     assert reads < 25
 
 
@@ -245,7 +252,7 @@ def test_a_beat_that_is_due_before_the_others_does_not_wait_for_them(
     subject.keep(subject.claimed("acct_1", "long", "f"))
     wait_until(subject.at_work)
     short = subject.claimed("acct_1", "short", "f", lease=1.2)
-    end = lease_until(subject, short)
+    end = expiry(subject, short)
     subject.keep(short)
 
     wait_until(lambda: renewed(subject, short, end))
@@ -259,17 +266,17 @@ def test_no_lease_is_renewed_when_the_ledger_is_closed_or_after_that(
     beating, waiting = subject.claimed("acct_1", "beating", "f"), subject.claimed("acct_1", "waiting", "f", lease=3.0)
     for r in (beating, waiting):
         subject.keep(r)
-    ends = lease_until(subject, beating)
+    ends = expiry(subject, beating)
     wait_until(lambda: renewed(subject, beating, ends))
-    before = [subject.fields(r.identity.row) for r in (beating, waiting)]
+    before = [state(subject, r) for r in (beating, waiting)]
     subject.flush()
     assert subject.at_work() == 0
 
     another = subject.claimed("acct_1", "another", "f")
-    ends = lease_until(subject, another)
+    ends = expiry(subject, another)
     subject.keep(another)
     wait_until(lambda: renewed(subject, another, ends + 1000))  # by then the others would have been due
-    assert [subject.fields(r.identity.row) for r in (beating, waiting)] == before
+    assert [state(subject, r) for r in (beating, waiting)] == before
 
 
 def test_a_renewal_that_was_under_way_when_the_attempt_ended_has_nothing_to_say(
@@ -440,10 +447,10 @@ def test_a_ledger_that_was_closed_goes_on_when_it_is_used_again(
 
 
 def test_observers_are_told_what_happens_to_a_row(
-    make_subject: MakeSubject, mode: Mode, server: AnyServer, clock: Clock
+    make_subject: MakeSubject, mode: Mode, server: AnyServer, clock: TurnedClock
 ) -> None:
     events: list[Event] = []
-    subject = make_subject(mode, server, scripts=clock, observers=[events.append])
+    subject = make_subject(mode, server, observers=[events.append])
     a = subject.claimed(*ROW, "f", operation="charge")
     subject.claim(*ROW, "f", operation="charge")
     subject.claim(*ROW, "g", operation="charge")
@@ -514,9 +521,9 @@ def test_an_observer_that_fails_breaks_nothing_and_is_logged_once(
 
 
 def test_what_may_have_run_twice_is_one_loud_line(
-    make_subject: MakeSubject, mode: Mode, valkey_server: Server, clock: Clock, caplog: pytest.LogCaptureFixture
+    make_subject: MakeSubject, mode: Mode, valkey_server: Server, clock: TurnedClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    subject = make_subject(mode, valkey_server, scripts=clock)
+    subject = make_subject(mode, valkey_server)
     a = subject.claimed(*ROW, "f")
     clock.turn(Policy().lease)
     subject.claimed(*ROW, "f")

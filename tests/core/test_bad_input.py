@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from decimal import Decimal
@@ -22,10 +23,11 @@ from idemredis import (
     Ledger,
     LedgerUnavailable,
     Policy,
+    Replay,
     Reused,
     StoredResponse,
 )
-from idemredis.testing import Clock
+from tests.support.clock import SLACK, TurnedClock, in_progress
 from tests.support.servers import Server
 from tests.support.subject import MakeSubject, Mode, Subject
 
@@ -35,14 +37,21 @@ ANSWER = StoredResponse(201, (("content-type", "text/plain"),), b"done")
 
 @contextmanager
 def nothing_written(subject: Subject) -> Iterator[None]:
-    """No key appears, goes or changes within."""
+    """No key appears, goes or changes within, and no TTL is set, set anew or removed."""
 
-    def everything() -> dict[bytes | str, object]:
-        return {key: subject.client.dump(key) for key in subject.client.scan_iter()}
+    def content(key: bytes) -> object:
+        hashed = subject.client.type(key) == b"hash"  # a DUMP of one is in the order of a table that grows meanwhile
+        return subject.client.hgetall(key) if hashed else subject.client.dump(key)
 
-    before = everything()
+    def contents() -> dict[bytes, object]:
+        return {key: content(key) for key in subject.client.scan_iter()}
+
+    before = contents()
+    ttls: dict[bytes, int] = {key: subject.client.pttl(key) for key in before}
     yield
-    assert everything() == before
+    assert contents() == before
+    for key, ttl in ttls.items():
+        assert ttl - SLACK * 1000 < subject.client.pttl(key) <= ttl
 
 
 @pytest.fixture
@@ -179,6 +188,12 @@ def test_an_operation_that_is_not_text_is_refused(unsent: Subject, operation: An
         unsent.claim(*ROW, "f", operation=operation)
 
 
+@pytest.mark.parametrize("route", [None, 1, b"POST /charges"], ids=repr)
+def test_a_route_that_is_not_text_is_refused(unsent: Subject, route: Any) -> None:
+    with nothing_written(unsent), pytest.raises(ConfigurationError, match="route must be a str"):
+        unsent.claim(*ROW, "f", route=route)
+
+
 @pytest.mark.parametrize("name", ["", None, 1], ids=repr)
 def test_a_checkpoint_without_a_name_is_refused(unsent: Subject, name: Any) -> None:
     r = unsent.claimed(*ROW, "f")
@@ -270,16 +285,37 @@ def test_an_unknown_reason_for_a_tombstone_is_refused(omitted: Any) -> None:
 # Rows that are not ours
 
 
-@contextmanager
-def corrupt(subject: Subject, why: str) -> Iterator[None]:
-    """Neither claiming nor reading gets anywhere, and the key stays as it is."""
-    subject.client.pexpire(subject.row(*ROW), 5_000_000)
+def assert_corrupt(subject: Subject, why: str) -> None:
+    """Neither claiming nor reading gets anywhere, both say why in the same words, and the key stays as it is."""
+    said = set()
     with nothing_written(subject):
-        yield
-        for _ in range(2):
-            with pytest.raises(CorruptRow, match=why) as found:
-                subject.claim(*ROW, "f")
-            assert found.value.why
+        for ask in (
+            lambda: subject.claim(*ROW, "f"),
+            lambda: subject.claim(*ROW, "f", takeover=False),
+            lambda: subject.read(*ROW),
+        ):
+            for _ in range(2):
+                with pytest.raises(CorruptRow) as found:
+                    ask()
+                said.add(found.value.why)
+    assert len(said) == 1, said
+    assert re.search(why, said.pop())
+
+
+def spoil(subject: Subject, field: str, value: bytes | None) -> None:
+    if value is None:
+        subject.client.hdel(subject.row(*ROW), field)
+    else:
+        subject.client.hset(subject.row(*ROW), field, value)
+
+
+@contextmanager
+def lasting(subject: Subject) -> Iterator[None]:
+    """The row has no TTL within, and is gone afterwards."""
+    subject.client.persist(subject.row(*ROW))
+    yield
+    assert subject.pttl(subject.row(*ROW)) == -1
+    subject.client.delete(subject.row(*ROW))
 
 
 OTHER_TYPES: dict[str, Callable[[redis.Redis, str], object]] = {
@@ -295,15 +331,22 @@ OTHER_TYPES: dict[str, Callable[[redis.Redis, str], object]] = {
 def test_a_key_of_another_type_is_a_corrupt_row(subject: Subject, kind: str) -> None:
     name = subject.row(*ROW)
     OTHER_TYPES[kind](subject.client, name)
-    with corrupt(subject, "not a hash"), pytest.raises(CorruptRow, match="not a hash"):
-        subject.read(*ROW)
+    subject.client.pexpire(name, 5_000_000)
+    assert_corrupt(subject, "^it is not a hash$")
     assert subject.client.type(name) == kind.encode()
+    with lasting(subject):
+        assert_corrupt(subject, "^it is not a hash$")
 
 
 def test_another_kind_of_hash_is_a_corrupt_row(subject: Subject) -> None:
     subject.client.hset(subject.row(*ROW), mapping={"name": "somebody", "email": "x@example.org"})
-    with corrupt(subject, "status is missing"), pytest.raises(CorruptRow, match="missing"):
-        subject.read(*ROW)
+    subject.client.pexpire(subject.row(*ROW), 5_000_000)
+    assert_corrupt(subject, "^status is missing$")
+    with lasting(subject):
+        assert_corrupt(subject, "^status is missing$")
+
+
+POSITIVE = "is not a positive integer"
 
 
 def spoiled_fields() -> list[Any]:
@@ -311,59 +354,90 @@ def spoiled_fields() -> list[Any]:
         ("status", None, "status is missing"),
         ("status", b"", "status is unknown"),
         ("status", b"running", "status is unknown"),
-        ("generation", None, "generation"),
-        ("generation", b"", "generation"),
-        ("generation", b"0", "generation"),
-        ("generation", b"-1", "generation"),
-        ("generation", b"one", "generation"),
-        ("generation", b"1.5", "generation"),
-        ("generation", b"0x1", "generation"),
-        ("generation", b" 1", "generation"),
-        ("generation", b"9" * 16, "generation"),
+        ("status", b"Pending", "status is unknown"),
+        ("generation", None, f"generation {POSITIVE}"),
+        ("generation", b"", f"generation {POSITIVE}"),
+        ("generation", b"0", f"generation {POSITIVE}"),
+        ("generation", b"-1", f"generation {POSITIVE}"),
+        ("generation", b"one", f"generation {POSITIVE}"),
+        ("generation", b"1.5", f"generation {POSITIVE}"),
+        ("generation", b"0x1", f"generation {POSITIVE}"),
+        ("generation", b" 1", f"generation {POSITIVE}"),
+        ("generation", b"1\n", f"generation {POSITIVE}"),
+        ("generation", b"1\x00", f"generation {POSITIVE}"),
+        ("generation", b"1_0", f"generation {POSITIVE}"),
+        ("generation", "\u0661".encode(), f"generation {POSITIVE}"),  # a digit to Python
+        ("generation", b"9" * 16, f"generation {POSITIVE}"),
+        ("generation", b"9" * 5_000, f"generation {POSITIVE}"),  # more than Python's int takes
         ("owner", None, "owner is missing"),
         ("fingerprint", None, "fingerprint is missing"),
-        ("lease_until", None, "lease_until"),
-        ("lease_until", b"", "lease_until"),
-        ("lease_until", b"soon", "lease_until"),
-        ("lease_until", b"-1", "lease_until"),
-        ("lease_until", b"1e3", "lease_until"),
-        ("lease_until", b"nan", "lease_until"),
-        ("lease_until", b"9" * 400, "lease_until"),
+        ("retention", b"0", f"retention {POSITIVE}"),
     ]
-    return [pytest.param(*case, id=f"{case[0]}={case[1]!r:.12}") for case in cases]
+    for name, wrong in (("lease", "lease is not an integer"), ("retention", f"retention {POSITIVE}")):
+        cases += [(name, value, wrong) for value in (None, b"", b"soon", b"-1", b"1e3", b"nan", b"0x1f", b"9" * 400)]
+    return [pytest.param(field, value, f"^{why}$", id=f"{field}={value!r:.12}") for field, value, why in cases]
 
 
 @pytest.mark.parametrize("finished", [False, True], ids=["pending", "finished"])
 @pytest.mark.parametrize(("field", "value", "why"), spoiled_fields())
 def test_a_row_with_a_field_missing_or_malformed_is_never_run_and_never_overwritten(
-    subject: Subject, clock: Clock, finished: bool, field: str, value: bytes | None, why: str
+    subject: Subject, clock: TurnedClock, finished: bool, field: str, value: bytes | None, why: str
 ) -> None:
     r = subject.claimed(*ROW, "f")
     if finished:
         subject.complete(r, ANSWER)
     spoil(subject, field, value)
+    assert_corrupt(subject, why)
     clock.turn(31)
-
-    with corrupt(subject, why):
-        pass
+    assert_corrupt(subject, why)
 
 
-def spoil(subject: Subject, field: str, value: bytes | None) -> None:
-    if value is None:
-        subject.client.hdel(subject.row(*ROW), field)
-    else:
-        subject.client.hset(subject.row(*ROW), field, value)
+@pytest.mark.parametrize("value", [b"200", b"x", b""], ids=repr)
+def test_a_pending_row_with_a_response_is_never_run_and_never_overwritten(
+    subject: Subject, clock: TurnedClock, value: bytes
+) -> None:
+    subject.claimed(*ROW, "f")
+    spoil(subject, "response_status", value)
+    assert_corrupt(subject, "^it is pending and has a response$")
+    clock.turn(31)
+    assert_corrupt(subject, "^it is pending and has a response$")
+
+
+@pytest.mark.parametrize("released", [False, True], ids=["running", "released"])
+def test_a_pending_row_without_a_ttl_has_no_clock_and_is_never_run_and_never_overwritten(
+    subject: Subject, clock: TurnedClock, released: bool
+) -> None:
+    r = subject.claimed(*ROW, "f")
+    if released:
+        subject.release(r)
+    with lasting(subject):
+        assert_corrupt(subject, "^it is pending and has no TTL$")
+        clock.turn(31)
+        assert_corrupt(subject, "^it is pending and has no TTL$")
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["completed", "failed"])
+def test_a_finished_row_without_a_ttl_is_still_replayed_and_read(subject: Subject, failed: bool) -> None:
+    r = subject.claimed(*ROW, "f")
+    (subject.fail if failed else subject.complete)(r, ANSWER)
+    with lasting(subject), nothing_written(subject):
+        assert subject.claim(*ROW, "f") == Replay(ANSWER, 1, failed)
+        assert subject.claim(*ROW, "g") == Reused()
+        row = subject.read(*ROW)
+        assert row is not None
+        assert (row.response, row.ttl, row.age, row.lease_left, row.stale) == (ANSWER, None, 0.0, 0.0, False)
 
 
 @pytest.mark.parametrize(
     ("field", "value", "why"),
     [
-        ("response_status", None, "response_status"),
-        ("response_status", b"ok", "response_status"),
-        ("response_status", b"", "response_status"),
+        ("response_status", None, "^response_status is not an integer$"),
+        ("response_status", b"ok", "^response_status is not an integer$"),
+        ("response_status", b"", "^response_status is not an integer$"),
+        ("response_status", b"9" * 5_000, "^response_status is not an integer$"),
         ("response_status", b"99", "status must be"),
         ("response_status", b"12345", "status must be"),
-        ("response_headers", None, "response_headers is missing"),
+        ("response_headers", None, "^response_headers is missing$"),
         ("response_headers", b"", "stored response"),
         ("response_headers", b"not json", "stored response"),
         ("response_headers", b"{}", "stored response"),
@@ -377,48 +451,145 @@ def spoil(subject: Subject, field: str, value: bytes | None) -> None:
         ("response_headers", b'[["a\\r\\nset-cookie","x"]]', "token"),
         ("response_headers", b'[["a","\xff"]]', "stored response"),
         ("response_headers", b"[" * 100_000, "stored response"),
-        ("response_body", None, "response_body is missing"),
+        ("response_body", None, "^response_body is missing$"),
         ("response_omitted", b"because", "omitted must be"),
         ("response_omitted", b"\xff", "stored response"),
     ],
     ids=lambda part: f"{part!r:.20}",
 )
 def test_a_stored_answer_that_somebody_edited_is_never_given(
-    subject: Subject, field: str, value: bytes | None, why: str
+    subject: Subject, clock: TurnedClock, field: str, value: bytes | None, why: str
 ) -> None:
     subject.complete(subject.claimed(*ROW, "f"), ANSWER)
     spoil(subject, field, value)
+    clock.turn(31)
 
-    with corrupt(subject, why), pytest.raises(CorruptRow):
-        subject.read(*ROW)
+    assert_corrupt(subject, why)
     assert subject.read(*ROW[:1], "another") is None
 
 
+@pytest.mark.parametrize("released", [False, True], ids=["stale", "released"])
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("checkpoint_data", b"not json"), ("checkpoint_data", b"\xff"), ("checkpoint", b"\xff"), ("checkpoint_seq", b"x")],
+    ("field", "value", "why"),
+    [
+        ("checkpoint", None, "^the checkpoint is incomplete$"),
+        ("checkpoint", b"\xff", "^the checkpoint cannot be read"),
+        ("checkpoint_data", None, "^the checkpoint is incomplete$"),
+        ("checkpoint_data", b"", "^the checkpoint cannot be read"),
+        ("checkpoint_data", b"not json", "^the checkpoint cannot be read"),
+        ("checkpoint_data", b"\xff", "^the checkpoint cannot be read"),
+        ("checkpoint_data", b"9" * 5_000, "^the checkpoint cannot be read"),
+        ("checkpoint_data", b"[" * 100_000, "^the checkpoint cannot be read"),
+        ("checkpoint_seq", None, "^checkpoint_seq is not an integer$"),
+        ("checkpoint_seq", b"x", "^checkpoint_seq is not an integer$"),
+        ("checkpoint_seq", b"", "^checkpoint_seq is not an integer$"),
+        ("checkpoint_seq", b"9" * 16, "^checkpoint_seq is not an integer$"),
+    ],
+    ids=lambda part: f"{part!r:.20}",
 )
-def test_a_checkpoint_that_somebody_edited_is_not_handed_on(
-    subject: Subject, clock: Clock, field: str, value: bytes
+def test_a_checkpoint_that_somebody_edited_is_not_handed_on_and_nobody_takes_the_row_over(
+    subject: Subject, clock: TurnedClock, released: bool, field: str, value: bytes | None, why: str
 ) -> None:
     r = subject.claimed(*ROW, "f")
     subject.checkpoint(r, "charged", 1)
+    if released:
+        subject.release(r)
     spoil(subject, field, value)
     clock.turn(31)
 
-    with pytest.raises(CorruptRow, match="checkpoint"):
-        subject.claim(*ROW, "f")
+    assert_corrupt(subject, why)
+    fields = subject.fields(subject.row(*ROW))
+    assert (fields[b"generation"], fields[b"owner"]) == (b"1", b"" if released else r.owner.encode())
 
 
-@pytest.mark.parametrize(
-    "field", ["status", "generation", "owner", "fingerprint", "lease_until", "created_at", "updated_at"]
-)
+@pytest.mark.parametrize("field", ["checkpoint", "checkpoint_data", "checkpoint_seq"])
+@pytest.mark.parametrize("finished", [False, True], ids=["pending", "finished"])
+def test_a_lone_part_of_a_checkpoint_makes_a_row_corrupt(
+    subject: Subject, clock: TurnedClock, finished: bool, field: str
+) -> None:
+    r = subject.claimed(*ROW, "f")
+    if finished:
+        subject.complete(r, ANSWER)
+    spoil(subject, field, b"1")
+    assert_corrupt(subject, "^the checkpoint is incomplete$")
+    clock.turn(31)
+    assert_corrupt(subject, "^the checkpoint is incomplete$")
+
+
+@pytest.mark.parametrize("field", ["status", "generation", "owner", "fingerprint", "lease", "retention"])
 def test_reading_says_which_field_is_missing(subject: Subject, field: str) -> None:
     subject.claimed(*ROW, "f")
     spoil(subject, field, None)
 
-    with nothing_written(subject), pytest.raises(CorruptRow, match=field):
+    with nothing_written(subject), pytest.raises(CorruptRow, match=field) as found:
         subject.read(*ROW)
+    assert found.value.ttl is not None
+    assert Policy().retention - SLACK < found.value.ttl <= Policy().retention
+
+
+@pytest.mark.parametrize(
+    "value", [None, b"", b"soon", b"-1", b"1e3", b"\xff", b"9" * 16, b"9" * 5_000], ids="{!r:.12}".format
+)
+def test_a_row_whose_time_of_the_claim_is_missing_or_odd_is_a_row_all_the_same(
+    subject: Subject, clock: TurnedClock, value: bytes | None
+) -> None:
+    """It is for people, and nothing decides by it."""
+    subject.claimed(*ROW, "f")
+    spoil(subject, "created_at", value)
+    with nothing_written(subject):
+        assert in_progress(subject.claim(*ROW, "f"), 30)
+        pending = subject.read(*ROW)
+    assert pending is not None
+    assert (pending.status, pending.created_at) == ("pending", None)
+    clock.turn(31)
+    subject.complete(subject.claimed(*ROW, "f"), ANSWER)
+    with nothing_written(subject):
+        assert subject.claim(*ROW, "f") == Replay(ANSWER, 2, False)
+        finished = subject.read(*ROW)
+    assert finished is not None
+    assert (finished.response, finished.created_at) == (ANSWER, None)
+    assert subject.fields(subject.row(*ROW)).get(b"created_at") == value
+
+
+def test_a_route_and_an_owner_that_are_no_text_are_read_all_the_same(subject: Subject) -> None:
+    subject.claimed(*ROW, "f")
+    for field in ("route", "owner"):
+        spoil(subject, field, b"\xff")
+    with nothing_written(subject):
+        assert in_progress(subject.claim(*ROW, "f"), 30)
+        row = subject.read(*ROW)
+    assert row is not None
+    assert (row.route, row.owner) == (r"\xff", r"\xff")
+
+
+def test_a_field_that_this_version_does_not_know_is_left_alone(subject: Subject, clock: TurnedClock) -> None:
+    a = subject.claimed(*ROW, "f")
+    theirs = {b"of_the_next_version": b"\xff\x00", b"lease_until": b"soon"}
+    for field, value in theirs.items():
+        spoil(subject, field.decode(), value)
+
+    def kept() -> bool:
+        return theirs.items() <= subject.fields(subject.row(*ROW)).items()
+
+    with nothing_written(subject):
+        assert in_progress(subject.claim(*ROW, "f"), 30)
+        assert subject.read(*ROW) is not None
+    subject.checkpoint(a, "charged", 1)
+    subject.renew(a)
+    assert kept()
+    clock.turn(31)
+    b = subject.claimed(*ROW, "f")
+    assert (b.generation, b.checkpoint, kept()) == (2, ("charged", 1), True)
+    subject.release(b)
+    assert kept()
+    c = subject.claimed(*ROW, "f")
+    subject.complete(c, ANSWER)
+    assert kept()
+    with nothing_written(subject):
+        assert subject.claim(*ROW, "f") == Replay(ANSWER, 3, False)
+        row = subject.read(*ROW)
+    assert row is not None
+    assert (row.response, row.last_checkpoint) == (ANSWER, ("charged", 1))
 
 
 def test_a_row_of_another_fingerprint_reveals_nothing_even_when_its_answer_is_spoiled(subject: Subject) -> None:
@@ -448,9 +619,7 @@ def test_a_claim_that_cannot_set_its_ttl_leaves_no_row(
 ) -> None:
     """Redis has no rollback: without +pexpire the script would leave a row that never expires."""
     admin = make_subject(mode, real_server)
-    with user(
-        real_server, "~*", "-@all", "+evalsha", "+eval", "+time", "+hmget", "+hset", "+exists", "+del"
-    ) as limited:
+    with user(real_server, "~*", "-@all", "+evalsha", "+eval", "+hmget", "+hset", "+pttl", "+del") as limited:
         subject = make_subject(mode, real_server, **limited)
         with nothing_written(admin), pytest.raises(LedgerUnavailable, match="it did not run") as refused:
             subject.claim(*ROW, "f")
@@ -459,9 +628,22 @@ def test_a_claim_that_cannot_set_its_ttl_leaves_no_row(
 
 
 LEAST = (
-    *("resetkeys", "~idem:*", "resetchannels", "-@all", "+evalsha", "+eval", "+ping", "+time"),
-    *("+hmget", "+hset", "+pexpire", "+exists", "+del", "+hgetall"),
+    *("resetkeys", "~idem:*", "resetchannels", "-@all", "+evalsha", "+eval", "+ping"),
+    *("+hmget", "+hset", "+pexpire", "+pttl", "+del"),
 )
+
+
+@pytest.mark.parametrize("right", ["+hmget", "+hset", "+pexpire", "+pttl"])
+def test_a_user_without_one_of_these_rights_is_refused_at_the_first_claim_and_not_at_the_first_duplicate(
+    make_subject: MakeSubject, mode: Mode, real_server: Server, right: str
+) -> None:
+    admin = make_subject(mode, real_server)
+    with user(real_server, *(word for word in LEAST if word != right)) as limited:
+        subject = make_subject(mode, real_server, namespace="idem", **limited)
+        with nothing_written(admin), pytest.raises(LedgerUnavailable, match="it did not run") as refused:
+            subject.claim(*ROW, "f")
+        assert not refused.value.unknown
+        subject.close()
 
 
 def test_the_least_rights_that_a_ledger_needs_suffice(

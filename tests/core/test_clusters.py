@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -17,10 +18,12 @@ import redis.asyncio.sentinel
 import redis.sentinel
 
 from idemredis import (
+    AsyncLedger,
     ConfigurationError,
     Event,
     FencedOut,
     InProgress,
+    Ledger,
     LedgerUnavailable,
     NotDurable,
     Policy,
@@ -29,8 +32,9 @@ from idemredis import (
     Reused,
     StoredResponse,
 )
-from idemredis.testing import Clock
+from idemredis.testing import AsyncClock, Clock
 from tests.conftest import Servers
+from tests.support.clock import SLACK, TurnedClock, in_progress
 from tests.support.clusters import connect_often, keys_in, moving
 from tests.support.servers import Server, free_port, valkey
 from tests.support.subject import MakeSubject, Mode, Subject
@@ -89,12 +93,12 @@ def cluster(started_cluster: Cluster, every_key_left_expires: Servers) -> Cluste
     return started_cluster
 
 
-def test_a_ledger_works_on_a_cluster(make_subject: MakeSubject, mode: Mode, cluster: Cluster, clock: Clock) -> None:
-    subject = make_subject(mode, cluster, scripts=clock)
+def test_a_ledger_works_on_a_cluster(make_subject: MakeSubject, mode: Mode, cluster: Cluster) -> None:
+    subject = make_subject(mode, cluster)
     for i in range(20):
         who = (f"acct_{i}", "key-1")
         a = subject.claimed(*who, "f")
-        assert subject.claim(*who, "f") == InProgress(LEASE)
+        assert in_progress(subject.claim(*who, "f"), LEASE)
         assert subject.claim(*who, "g") == Reused()
         subject.checkpoint(a, "charged", i)
         subject.renew(a)
@@ -113,9 +117,41 @@ def test_a_ledger_works_on_a_cluster(make_subject: MakeSubject, mode: Mode, clus
     assert len(used) == 3
 
 
+def test_rows_grow_older_on_every_node_of_a_cluster_and_each_once(
+    make_subject: MakeSubject, mode: Mode, cluster: Cluster, clock: TurnedClock
+) -> None:
+    subject = make_subject(mode, cluster)
+
+    def whole_cluster() -> None:
+        with cluster.client() as client:
+            Clock(Ledger(client, namespace=subject.namespace)).turn(LEASE)
+
+    async def whole_cluster_in_asyncio() -> None:
+        async with cluster.async_client() as client:
+            await AsyncClock(AsyncLedger(client, namespace=subject.namespace)).turn(LEASE)
+
+    turns: list[Callable[[], object]] = [
+        lambda: clock.turn(LEASE),  # node by node
+        whole_cluster,
+        lambda: asyncio.run(whole_cluster_in_asyncio()),
+    ]
+    for generation, turn in enumerate(turns, 1):
+        for i in range(12):
+            assert subject.claimed(f"acct_{i}", "key-1", "f").generation == generation
+        turn()
+        rows = [subject.read(f"acct_{i}", "key-1") for i in range(12)]
+        assert all(row is not None and row.stale and LEASE <= row.age < LEASE + SLACK for row in rows)
+    assert all(map(dbsize, cluster.nodes))
+
+
 def dbsize(node: Server) -> int:
     with node.client() as client:
         return cast(int, client.dbsize())
+
+
+def expiry(subject: Subject, r: Reservation) -> int:
+    """When the row expires, in milliseconds by its server's clock: later with each renewal."""
+    return cast(int, subject.client.pexpiretime(r.identity.row))
 
 
 def test_heartbeats_on_a_cluster_reach_every_node(make_subject: MakeSubject, mode: Mode, cluster: Cluster) -> None:
@@ -123,9 +159,9 @@ def test_heartbeats_on_a_cluster_reach_every_node(make_subject: MakeSubject, mod
     kept = [subject.claimed(f"acct_{i}", "key-1", "f") for i in range(12)]
     for r in kept:
         subject.keep(r)
-    ends = {r.principal: int(subject.fields(r.identity.row)[b"lease_until"]) for r in kept}
+    ends = {r.principal: expiry(subject, r) for r in kept}
     for r in kept:
-        wait_until(lambda r=r: int(subject.fields(r.identity.row)[b"lease_until"]) > ends[r.principal])  # type: ignore[misc]
+        wait_until(lambda r=r: expiry(subject, r) > ends[r.principal])  # type: ignore[misc]
     assert all(r.held for r in kept)
     for r in kept:
         subject.complete(r, ANSWER)
@@ -294,9 +330,9 @@ def test_a_claim_that_no_replica_has_does_not_count_and_is_released(
 
 
 def test_a_takeover_that_no_replica_has_does_not_count_and_is_released(
-    make_subject: MakeSubject, mode: Mode, pair: Pair, clock: Clock
+    make_subject: MakeSubject, mode: Mode, pair: Pair, clock: TurnedClock
 ) -> None:
-    subject = make_subject(mode, pair.primary, policy=DURABLE, scripts=clock)
+    subject = make_subject(mode, pair.primary, policy=DURABLE)
     subject.claimed(*ROW, "f")
     clock.turn(LEASE)
     pair.replica.freeze()

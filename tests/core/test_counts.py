@@ -75,8 +75,8 @@ def test_a_claim_and_a_completion_run_these_commands_and_no_more(warm: Ledger, c
 
     claim = commands(client, lambda: warm.claim("acct_1", KEY, FINGERPRINT))
     complete = commands(client, lambda: warm.complete(r, ANSWER))
-    assert claim == {"evalsha": 1, "time": 1, "hmget": 1, "exists": 1, "hset": 1, "pexpire": 1}
-    assert complete == {"evalsha": 1, "hmget": 1, "time": 1, "hset": 1, "pexpire": 1}
+    assert claim == {"evalsha": 1, "hmget": 1, "pttl": 1, "hset": 1, "pexpire": 1}
+    assert complete == {"evalsha": 1, "hmget": 1, "hset": 1, "pexpire": 1}
 
 
 def test_a_replay_and_a_refusal_run_these_commands_and_no_more(warm: Ledger, client: Counting) -> None:
@@ -86,17 +86,16 @@ def test_a_replay_and_a_refusal_run_these_commands_and_no_more(warm: Ledger, cli
     replay = commands(client, lambda: warm.claim("acct_1", KEY, FINGERPRINT))
     reused = commands(client, lambda: warm.claim("acct_1", KEY, "another"))
     in_progress = commands(client, lambda: warm.claim("acct_1", "busy", FINGERPRINT))
-    assert replay == {"evalsha": 1, "hmget": 2}
-    assert reused == {"evalsha": 1, "hmget": 1}
-    assert in_progress == {"evalsha": 1, "time": 1, "hmget": 1}
+    assert replay == reused == in_progress == {"evalsha": 1, "hmget": 2, "pttl": 1}
 
 
 def test_a_claim_sends_its_hash_and_its_arguments_and_little_else(warm: Ledger, client: Counting) -> None:
     warm.claim("acct_1", KEY, FINGERPRINT)
 
     assert client.calls == ["EVALSHA"]
-    row, sha, owner, lease, retention = len(f"{warm.namespace}:acct_1:{KEY}"), 40, 16, 5, 8
-    assert client.size == len("EVALSHA") + sha + len("1") + row + owner + len(FINGERPRINT) + lease + retention
+    row, sha, owner, lease, retention, created_at = len(f"{warm.namespace}:acct_1:{KEY}"), 40, 16, 5, 8, 13
+    arguments = owner + len(FINGERPRINT) + lease + retention + created_at
+    assert client.size == len("EVALSHA") + sha + len("1") + row + arguments
 
 
 def test_a_completion_sends_the_body_once(warm: Ledger, client: Counting) -> None:

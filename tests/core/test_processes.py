@@ -103,7 +103,7 @@ from idemredis import Ledger, Policy, Reservation, StoredResponse
 from tests.support.waiting import wait_until
 
 def until_at(r):
-    return int(ledger.client.hget(r.identity.row, "lease_until"))
+    return ledger.client.pexpiretime(r.identity.row)
 
 ledger = Ledger.from_url(f"redis://127.0.0.1:{sys.argv[1]}/0", policy=Policy(lease=1.0), namespace=sys.argv[2])
 parents = ledger.claim("acct_1", "parents", "f")

@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from .model import Reply, Row, transition
+from .model import Reply, Row, transition, ttl
+from .watching import Seen
 
 __all__ = ["Entry", "TooHard", "violations"]
 
@@ -23,18 +24,20 @@ class Entry(NamedTuple):
     """One call of a script on one row.
 
     Attributes:
-        now: what the script read as the time, in ms.
         start, end: by the monotonic clock, which all processes of the machine share.
         reply: None where it never came: the call may have run at any time after `start`, or not at all.
+        seen: the row's TTL before and after, which is its clock; None where nobody looked.
+        call: a name of the call, where it may have to be found again.
     """
 
     row: str
     script: str
     args: tuple[str | bytes | int, ...]
-    now: int
     start: float
     end: float
     reply: Reply | None
+    seen: Seen | None
+    call: str = ""
 
 
 def violations(history: Iterable[Entry]) -> list[str]:
@@ -70,9 +73,9 @@ def _search(entries: Sequence[Entry]) -> str:
         if steps > MOST_STEPS:
             raise TooHard(f"{len(entries)} calls, {steps} steps")
         done, row = move
-        if (done, _visible(row)) in seen:
+        if (done, row) in seen:
             continue
-        seen.add((done, _visible(row)))
+        seen.add((done, row))
         if done & certain == certain:
             return ""
         reached = (done & certain).bit_count()
@@ -96,26 +99,45 @@ def _candidates(entries: Sequence[Entry], done: int, row: Row | None) -> list[tu
             break
         if done >> i & 1:
             continue
-        if entry.reply is not None:
-            open_until = min(open_until, entry.end)
-        after, reply = transition(row, entry.script, entry.args, entry.now)
         if entry.reply is None:
-            if _visible(after) != _visible(row):  # one that changes nothing may as well not have run
-                unknown.append((i, after))
-        elif reply == entry.reply:
-            known.append((i, after))
+            after, _ = transition(row, entry.script, entry.args, row.lease if row else 0)  # late enough for a takeover
+            if _at_rest(after) != row:  # one that changes nothing may as well not have run
+                unknown.append((i, _at_rest(after)))
+        else:
+            open_until = min(open_until, entry.end)
+            known += {(i, _at_rest(after)) for after, reply in _outcomes(entry, row) if reply == entry.reply}
     within = [(i, after) for i, after in known if entries[i].start <= open_until]
+    for move in within:
+        if move[1] == row:
+            return [move]  # it fits, and stands in nobody's way: no need to try it later
     within.sort(key=lambda move: entries[move[0]].end)
     return within + [(i, after) for i, after in unknown if entries[i].start <= open_until]
 
 
-def _visible(row: Row | None) -> Row | None:
-    """What no script answers with cannot make a difference."""
-    return row and row._replace(created_at=0, updated_at=0, retention=0)
+def _outcomes(entry: Entry, row: Row | None) -> Iterator[tuple[Row | None, Reply]]:
+    """Give what the call does to the row, for each of the milliseconds in which it may have looked at its TTL."""
+    if entry.seen is None:
+        yield transition(row, entry.script, entry.args, 0)
+        return
+    before, left, passed = entry.seen
+    if (row is None) != (before == ttl(None, 0)):
+        return  # another call made the row, or took it away, before this one
+    for passing in range(passed + 1):
+        now = ttl(row, 0) - before + passing
+        after, reply = transition(row, entry.script, entry.args, now)
+        if 0 <= ttl(after, now) - left <= passed:
+            yield after, reply
+
+
+def _at_rest(row: Row | None) -> Row | None:
+    """The row with its last transition at 0: how long ago that is, the next call sees at the TTL."""
+    return row and row._replace(since=0)
 
 
 def _stuck(entries: Sequence[Entry], done: int, row: Row | None) -> str:
     left = [entry for i, entry in enumerate(entries) if not done >> i & 1 and entry.reply is not None]
     first = min(left, key=lambda entry: entry.end)
-    would = transition(row, first.script, first.args, first.now)[1]
-    return f"{first.script}{first.args[:2]} answered {first.reply} where {would} is right, on {row}"
+    would = [reply for _, reply in _outcomes(first, row)] or "another TTL"
+    return (
+        f"{first.script}{first.args[:2]} answered {first.reply} and saw {first.seen} where {would} is right, on {row}"
+    )

@@ -1,4 +1,7 @@
-"""A hypothesis state machine: the real scripts do with a row what the model does, field for field."""
+"""A hypothesis state machine: the real scripts do with a row what the model does, field for field.
+
+The clock stands still until a rule turns it: each script finds the row with the TTL that the model says it has then.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from itertools import count
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from idemredis import StoredResponse, operations
 from idemredis.keys import Identity
 from idemredis.operations import Call, Hold, Reservation
-from idemredis.scripts import Script
-from idemredis.testing import Clock
+from idemredis.scripts import Script, load
 
-from .model import Row, fields, transition
+from .model import Broken, Row, fields, transition, ttl
+from .watching import run_at
 
 __all__ = ["Machine"]
 
@@ -29,6 +32,18 @@ ANSWERS = (
     StoredResponse(404, (), b"\xff\x00"),
     StoredResponse(200, omitted="too_large"),
 )
+BROKEN = (
+    Broken(b"status", None, b"status is missing"),
+    Broken(b"status", b"done", b"status is unknown"),
+    Broken(b"generation", b"0", b"generation is not a positive integer"),
+    Broken(b"owner", None, b"owner is missing"),
+    Broken(b"fingerprint", None, b"fingerprint is missing"),
+    Broken(b"lease", b"-1", b"lease is not an integer"),
+    Broken(b"retention", b"1e3", b"retention is not a positive integer"),
+)
+SOON = 10_000
+"""Milliseconds before its end from which on a row counts as gone, since Redis's own clock goes on."""
+
 _rows = count(1)
 
 steps = st.sampled_from((0, 0, 0, 0, -1, 1))
@@ -43,21 +58,28 @@ class Machine(RuleBasedStateMachine):
     """Three attempts, two requests, one row. They also ask with generations and tokens that are not theirs."""
 
     client: ClassVar[Any]
-
-    def scripts(self, clock: Clock) -> Mapping[str, Script]:
-        """The net's own test breaks them here."""
-        return clock
+    scripts: ClassVar[Mapping[str, Script]] = load()
+    """The net's own test breaks them here."""
 
     @initialize(claimed=st.booleans())
     def begin(self, claimed: bool) -> None:
-        self.clock = Clock()
+        self.now = 1_000_000
         self.identity = Identity("acct", "", "key", f"model:{next(_rows)}")
         self.model: Row | None = None
         self.perhaps_claimed(claimed)
 
-    @rule(owner=owners, fingerprint=fingerprints, lease=leases, retention=retentions)
-    def claim(self, owner: str, fingerprint: str, lease: float, retention: float) -> None:
-        self.ask(operations.claim(self.identity, owner, fingerprint, lease, retention))
+    @rule(
+        owner=owners,
+        fingerprint=fingerprints,
+        lease=leases,
+        retention=retentions,
+        created_at=st.sampled_from((0.0, 5.0, 1e9)),
+        route=st.sampled_from(("", "POST /orders/<id>")),
+    )
+    def claim(
+        self, owner: str, fingerprint: str, lease: float, retention: float, created_at: float, route: str
+    ) -> None:
+        self.ask(operations.claim(self.identity, owner, fingerprint, lease, retention, created_at, route))
 
     @rule(
         step=steps,
@@ -71,15 +93,26 @@ class Machine(RuleBasedStateMachine):
     def takeover(
         self, step: int, owner: str, fingerprint: str, lease: float, retention: float, turn: float, again: bool
     ) -> None:
-        self.clock.turn(turn)
-        call = operations.takeover(self.identity, self.generation(step), owner, fingerprint, lease, retention)
+        self.turn(turn)
+        call = operations.takeover(self.identity, self.generation(step), owner, fingerprint, lease, retention, "")
         for _ in range(1 + again):
             self.ask(call)
 
-    @rule(attempt=attempts, answer=st.sampled_from(ANSWERS), retention=retentions, failed=st.booleans())
-    def finish(self, attempt: tuple[int, str], answer: StoredResponse, retention: float, failed: bool) -> None:
+    @rule(
+        attempt=attempts,
+        answer=st.sampled_from(ANSWERS),
+        retention=retentions,
+        failed=st.booleans(),
+        again=st.sampled_from((0, 0, 1)),
+    )
+    def finish(
+        self, attempt: tuple[int, str], answer: StoredResponse, retention: float, failed: bool, again: int
+    ) -> None:
         finish = operations.fail if failed else operations.complete
-        self.ask(finish(self.attempt(attempt), answer, retention))
+        call = finish(self.attempt(attempt), answer, retention)
+        for _ in range(1 + again):
+            self.ask(call)
+            self.turn(0.5)
 
     @rule(attempt=attempts, retention=retentions, again=st.booleans())
     def release(self, attempt: tuple[int, str], retention: float, again: bool) -> None:
@@ -95,9 +128,17 @@ class Machine(RuleBasedStateMachine):
     def checkpoint(self, attempt: tuple[int, str], noted: int, name: str, retention: float) -> None:
         self.ask(operations.checkpoint(self.attempt(attempt, 1.0, noted), name, '{"a":1}', retention))
 
-    @rule(seconds=st.sampled_from((0.001, 0.999, 1.0, 3.0)))
+    @rule(body=st.booleans())
+    def read(self, body: bool) -> None:
+        self.ask(operations.read(self.identity, body=body))
+
+    @rule(seconds=st.sampled_from((0.001, 0.999, 1.0, 3.0, -0.001, -2.0, RETENTIONS[0])))
     def turn(self, seconds: float) -> None:
-        self.clock.turn(seconds)
+        """Turn the clock, also back. A row that is about to expire has expired: real time would decide."""
+        self.now += round(seconds * 1000)
+        if self.model is not None and not self.model.lasting and ttl(self.model, self.now) <= SOON:
+            self.now = max(self.now, self.model.since + self.model.retention)
+            self.model = None
 
     @rule(always=st.booleans(), claimed=st.booleans())
     def vanish(self, always: bool, claimed: bool) -> None:
@@ -106,16 +147,60 @@ class Machine(RuleBasedStateMachine):
             self.model = None
             self.perhaps_claimed(claimed)
 
+    @precondition(lambda self: self.model is not None)
+    @rule()
+    def persist(self) -> None:
+        """Somebody takes the TTL away: nobody can tell how old the row is, until its owner goes on."""
+        assert self.model is not None
+        self.client.persist(self.identity.row)
+        self.model = self.model._replace(lasting=True)
+        for call in self.by_a_stranger():
+            self.ask(call)
+
+    @precondition(lambda self: self.model is not None)
+    @rule(broken=st.sampled_from(BROKEN))
+    def spoil(self, broken: Broken) -> None:
+        """Somebody breaks a field, and mends it once everybody has left the row as it is."""
+        assert self.model is not None
+        whole, row = self.model, self.identity.row
+        if broken.value is None:
+            self.client.hdel(row, broken.field)
+        else:
+            self.client.hset(row, broken.field, broken.value)
+        self.model = whole._replace(broken=broken)
+        for call in self.by_a_stranger():
+            self.ask(call)
+        self.client.hset(row, broken.field, fields(whole)[broken.field])
+        self.model = whole
+
     def perhaps_claimed(self, claimed: bool) -> None:
         if claimed:
-            self.ask(operations.claim(self.identity, OWNERS[0], FINGERPRINTS[0], LEASES[0], RETENTIONS[0]))
+            self.ask(operations.claim(self.identity, OWNERS[0], FINGERPRINTS[0], LEASES[0], RETENTIONS[0], 5.0, ""))
+
+    def by_a_stranger(self) -> list[Call[Any]]:
+        """What anybody may ask of a row that somebody else made."""
+        stranger = (OWNERS[2], FINGERPRINTS[0], LEASES[0], RETENTIONS[0])
+        return [
+            operations.claim(self.identity, *stranger, 5.0, ""),
+            operations.takeover(self.identity, self.generation(0), *stranger, ""),
+            operations.read(self.identity),
+        ]
 
     def ask(self, call: Call[Any]) -> None:
-        """Run the call on the server and on the model, and hold their answers and their rows against each other."""
-        self.model, right = transition(self.model, call.script, call.args, self.clock.milliseconds)
-        text = self.scripts(self.clock)[call.script].text
-        reply = self.client.eval(text, 1, call.row, *call.args)
-        assert tuple(reply) == right, (call.script, call.args)
+        """Run the call on the server and on the model; their answers, rows and TTLs must be the same.
+
+        Where time went on meanwhile, they must be so for one of the milliseconds in which the script may have looked.
+        """
+        ran = run_at(self.client, self.scripts[call.script], call.row, call.args, ttl(self.model, self.now))
+        passed = ran.seen.passed
+        for at in range(self.now, self.now + passed + 1):
+            after, right = transition(self.model, call.script, call.args, at)
+            if ran.reply == right:
+                break
+        assert ran.reply == right, (call.script, call.args)
+        assert ran.fields == fields(after), (call.script, call.args)
+        assert 0 <= ttl(after, at) - ran.seen.after <= passed, (call.script, call.args)
+        self.model, self.now = after, at
 
     def generation(self, step: int) -> int:
         return max(1, (1 if self.model is None else self.model.generation) + step)
@@ -126,17 +211,6 @@ class Machine(RuleBasedStateMachine):
             owner = (self.model and self.model.owner.decode()) or OWNERS[0]
         hold = Hold(lease, 0.0, noted)
         return Reservation(self.identity, FINGERPRINTS[0], self.generation(step), owner, None, hold)
-
-    @invariant()
-    def the_row_is_the_models_and_expires_with_its_retention(self) -> None:
-        if not hasattr(self, "identity"):
-            return
-        assert self.client.hgetall(self.identity.row) == fields(self.model)
-        pttl = self.client.pttl(self.identity.row)
-        if self.model is None:
-            assert pttl == -2
-        else:
-            assert self.model.retention - 5000 < pttl <= self.model.retention
 
     def teardown(self) -> None:
         if hasattr(self, "identity"):

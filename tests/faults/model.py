@@ -1,36 +1,67 @@
-"""What a row does, as a pure function: the scripts again, in Python and without Redis. Time is an argument."""
+"""What a row does, as a pure function: the scripts again, in Python and without Redis. Time is an argument.
+
+The time of a row's last transition is kept beside it; its TTL follows from that, as in Redis the reverse.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["VANISH", "Reply", "Row", "fields", "transition"]
+__all__ = ["VANISH", "Broken", "Reply", "Row", "fields", "transition", "ttl"]
 
-Reply: TypeAlias = tuple[bytes, ...]
+Reply: TypeAlias = tuple[bytes | int, ...]
 
 VANISH = "vanish"
-"""Not a script: the row expires, is deleted, or is lost in a failover."""
+"""Not a script: the row is deleted, or is lost in a failover."""
+
+
+class Broken(NamedTuple):
+    """What somebody did to a field; None took it away. `why` is what the scripts say of the row from then on."""
+
+    field: bytes
+    value: bytes | None
+    why: bytes
 
 
 class Row(NamedTuple):
-    """A row; `answer` is (status, headers, body, omitted), `checkpoint` is (name, data, sequence)."""
+    """A row; all times are in ms.
+
+    Attributes:
+        since: when the last transition was. It may lie ahead of a clock that stepped back.
+        answer: (status, headers, body, omitted).
+        checkpoint: (name, data, sequence).
+        lasting: somebody took its TTL away.
+        broken: what somebody did to it otherwise; nobody who owns it asks for anything meanwhile.
+    """
 
     status: str
     generation: int
     owner: bytes
     fingerprint: bytes
-    lease_until: int
-    created_at: int
-    updated_at: int
+    lease: int
     retention: int
+    since: int
+    created_at: bytes
+    route: bytes
     answer: tuple[bytes, bytes, bytes, bytes] | None = None
     checkpoint: tuple[bytes, bytes, int] | None = None
+    lasting: bool = False
+    broken: Broken | None = None
+
+
+def ttl(row: Row | None, now: int) -> int:
+    """Return what PTTL answers: -2 where there is no row, -1 where it has no TTL."""
+    if row is None:
+        return -2
+    return -1 if row.lasting else row.since + row.retention - now
 
 
 def transition(row: Row | None, script: str, args: Sequence[object], now: int) -> tuple[Row | None, Reply]:
     """Return the row as the script leaves it, and what the script answers."""
     words = tuple(arg if isinstance(arg, bytes) else str(arg).encode() for arg in args)
+    if row is not None and not row.lasting and ttl(row, now) <= 0:
+        row = None
     match script:
         case "claim":
             return _claim(row, *words, now=now)
@@ -40,6 +71,8 @@ def transition(row: Row | None, script: str, args: Sequence[object], now: int) -
             return _finish(row, {"complete": "completed", "fail": "failed"}[script], words, now)
         case "renew" | "release" | "checkpoint":
             return _held(row, script, words, now)
+        case "read":
+            return row, _read(row, *words, now=now)
         case _:
             assert script == VANISH
             return None, (b"1" if row else b"0",)
@@ -54,88 +87,138 @@ def fields(row: Row | None) -> dict[bytes, bytes]:
         b"generation": b"%d" % row.generation,
         b"owner": row.owner,
         b"fingerprint": row.fingerprint,
-        b"lease_until": b"%d" % row.lease_until,
-        b"created_at": b"%d" % row.created_at,
-        b"updated_at": b"%d" % row.updated_at,
+        b"lease": b"%d" % row.lease,
+        b"retention": b"%d" % row.retention,
+        b"created_at": row.created_at,
     }
+    if row.route:
+        shown[b"route"] = row.route
     if row.answer is not None:
         names = (b"response_status", b"response_headers", b"response_body", b"response_omitted")
         shown |= {name: part for name, part in zip(names, row.answer, strict=True) if part or name != names[3]}
     if row.checkpoint is not None:
         name, data, sequence = row.checkpoint
         shown |= {b"checkpoint": name, b"checkpoint_data": data, b"checkpoint_seq": b"%d" % sequence}
+    if row.broken is not None:
+        shown.pop(row.broken.field)
+        shown |= {row.broken.field: row.broken.value} if row.broken.value is not None else {}
     return shown
 
 
 def _claim(
-    row: Row | None, owner: bytes, fingerprint: bytes, lease: bytes, retention: bytes, *, now: int
+    row: Row | None,
+    owner: bytes,
+    fingerprint: bytes,
+    lease: bytes,
+    retention: bytes,
+    created_at: bytes,
+    route: bytes,
+    *,
+    now: int,
 ) -> tuple[Row | None, Reply]:
     if row is None:
-        return Row("pending", 1, owner, fingerprint, now + int(lease), now, now, int(retention)), (b"claimed", b"1")
+        new = Row("pending", 1, owner, fingerprint, int(lease), int(retention), now, created_at, route)
+        return new, (b"claimed", owner, b"1")
+    if why := _fault(row):
+        return row, (b"corrupt", owner, why)
     if row.fingerprint != fingerprint:
-        return row, (b"reused",)
+        return row, (b"reused", owner)
     if row.answer is not None:
-        return row, (b"replay", row.status.encode(), b"%d" % row.generation, *row.answer)
+        return row, (b"replay", owner, row.status.encode(), b"%d" % row.generation, *row.answer)
     if row.owner == owner:
-        again = row._replace(lease_until=now + int(lease), updated_at=now, retention=int(retention))
-        return again, _claimed(again)
-    left = row.lease_until - now
-    return row, (b"in_progress", b"%d" % left) if left > 0 else (b"stale", b"%d" % row.generation)
+        again = _restarted(row, now, retention)._replace(lease=int(lease))
+        return again, _with_checkpoint(b"claimed", owner, again)
+    left = _lease_left(row, now)
+    return row, (b"in_progress", owner, left) if left > 0 else _with_checkpoint(b"stale", owner, row)
 
 
 def _takeover(
     row: Row | None, seen: bytes, owner: bytes, fingerprint: bytes, lease: bytes, retention: bytes, *, now: int
 ) -> tuple[Row | None, Reply]:
-    if row is None or row.status != "pending" or row.fingerprint != fingerprint:
-        return row, (b"lost",)
+    if row is None or row.status != "pending" or _fault(row) or row.fingerprint != fingerprint:
+        return row, (b"lost", owner)
     following = int(seen) + 1
     own = (row.generation, row.owner) == (following, owner)
-    stale = row.generation == int(seen) and row.lease_until <= now
+    stale = row.generation == int(seen) and _lease_left(row, now) <= 0
     if not own and not stale:
-        return row, (b"lost",)
-    taken = row._replace(
-        generation=following, owner=owner, lease_until=now + int(lease), updated_at=now, retention=int(retention)
-    )
-    return taken, _claimed(taken)
+        return row, (b"lost", owner)
+    taken = _restarted(row, now, retention)._replace(generation=following, owner=owner, lease=int(lease))
+    return taken, _with_checkpoint(b"claimed", owner, taken)
 
 
-def _finish(row: Row | None, status: str, words: Reply, now: int) -> tuple[Row | None, Reply]:
-    generation, owner, retention, *answer = words
-    done = (status.encode(),)
+def _finish(row: Row | None, status: str, words: tuple[bytes, ...], now: int) -> tuple[Row | None, Reply]:
+    generation, owner, retention, code, headers, body, omitted = words
     if row is None or (row.generation, row.owner) != (int(generation), owner):
-        return row, (b"fenced",)
-    if row.status == status:
-        return row._replace(retention=int(retention)), done
-    if row.status != "pending":
-        return row, (b"fenced",)
-    code, headers, body, omitted = answer
-    stored = (code, headers, body, omitted)
-    return row._replace(status=status, answer=stored, updated_at=now, retention=int(retention)), done
+        return row, (b"fenced", owner)
+    if row.status not in ("pending", status):
+        return row, (b"fenced", owner)
+    done = _restarted(row, now, retention)
+    if row.status == "pending":
+        done = done._replace(status=status, answer=(code, headers, body, omitted))
+    return done, (status.encode(), owner)
 
 
-def _held(row: Row | None, script: str, words: Reply, now: int) -> tuple[Row | None, Reply]:
+def _held(row: Row | None, script: str, words: tuple[bytes, ...], now: int) -> tuple[Row | None, Reply]:
     generation, owner, *rest = words
     if row is None or row.status != "pending" or row.generation != int(generation):
-        return row, (b"fenced",)
-    if script == "release" and row.owner == b"":
-        return row._replace(retention=int(rest[0])), (b"released",)
+        return row, (b"fenced", owner)
+    if script == "release" and row.owner in (owner, b""):
+        return _restarted(row, now, rest[0])._replace(owner=b"", lease=0), (b"released", owner)
     if row.owner != owner:
-        return row, (b"fenced",)
-    if script == "release":
-        return row._replace(owner=b"", lease_until=now, updated_at=now, retention=int(rest[0])), (b"released",)
+        return row, (b"fenced", owner)
     lease, retention, *noted = rest
-    kept = row._replace(lease_until=now + int(lease), updated_at=now, retention=int(retention))
+    kept = _restarted(row, now, retention)._replace(lease=int(lease))
     if script == "renew":
-        return kept, (b"renewed", lease)
+        return kept, (b"renewed", owner)
     name, data, sequence = noted
     if int(sequence) > (row.checkpoint[2] if row.checkpoint else 0):
         kept = kept._replace(checkpoint=(name, data, int(sequence)))
-    return kept, (b"saved",)
+    return kept, (b"saved", owner)
 
 
-def _claimed(row: Row) -> Reply:
+def _read(row: Row | None, token: bytes, with_body: bytes, *, now: int) -> Reply:
+    if row is None:
+        return (b"none", token)
+    if why := _fault(row):
+        return (b"corrupt", token, ttl(row, now), why)
+    shown = fields(row)
+    if with_body == b"0" and row.answer is not None:
+        body: bytes | int = len(row.answer[2])
+    else:
+        body = shown.get(b"response_body", b"")
+    attempt = (b"status", b"generation", b"owner", b"fingerprint", b"lease", b"retention", b"created_at", b"route")
+    progress = (b"response_omitted", b"checkpoint", b"checkpoint_data", b"checkpoint_seq")
+    return (
+        b"row",
+        token,
+        ttl(row, now),
+        *(shown.get(name, b"") for name in attempt),
+        shown.get(b"response_status", b""),
+        shown.get(b"response_headers", b""),
+        body,
+        *(shown.get(name, b"") for name in progress),
+    )
+
+
+def _restarted(row: Row, now: int, retention: bytes) -> Row:
+    """The clock starts anew, also where the TTL had been taken away."""
+    return row._replace(since=now, retention=int(retention), lasting=False)
+
+
+def _lease_left(row: Row, now: int) -> int:
+    return row.lease - max(now - row.since, 0)
+
+
+def _fault(row: Row) -> bytes:
+    """Return why nobody may run it, or b"". Without a TTL nobody can tell whether a lease is over; finished is finished."""
+    if row.broken is not None:
+        return row.broken.why
+    return b"it is pending and has no TTL" if row.lasting and row.status == "pending" else b""
+
+
+def _with_checkpoint(word: bytes, token: bytes, row: Row) -> Reply:
     generation = b"%d" % row.generation
     if row.checkpoint is None:
-        return b"claimed", generation
+        return word, token, generation
     name, data, sequence = row.checkpoint
-    return b"claimed", generation, name, data, b"%d" % sequence
+    return word, token, generation, name, data, b"%d" % sequence

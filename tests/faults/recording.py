@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 import math
 import random
-import re
+import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import redis
@@ -19,61 +19,75 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError
 from redis.retry import Retry
 
-from idemredis import AsyncLedger, FencedOut, Ledger, LedgerUnavailable, Policy, Reservation, StoredResponse
+from idemredis import (
+    AsyncLedger,
+    FencedOut,
+    Ledger,
+    LedgerUnavailable,
+    Policy,
+    Reservation,
+    StoredResponse,
+    operations,
+)
 from idemredis.keys import identify
-from idemredis.scripts import Script
+from idemredis.scripts import Script, load
 from idemredis.testing import Clock
 from tests.support.proxy import Fate
 
 from .linearizability import Entry
 from .model import VANISH
+from .watching import Seen, ran, watched
 
-__all__ = ["KEYS", "Recording", "RecordingAsyncRedis", "RecordingRedis", "play", "play_async", "troubled"]
+__all__ = ["KEYS", "Recording", "RecordingAsyncRedis", "RecordingRedis", "play", "play_async", "settled", "troubled"]
 
 KEYS = ("key-1", "key-2", "key-3")
-POLICY = Policy(lease=1.0, retention=600.0)
+POLICY = Policy(lease=1.0, retention=6000.0)
+"""No row expires in a game: its turns and pauses are far shorter than that. Some are deleted."""
+
 TIMEOUT = 0.15
-_NOW = re.compile(r"now_ms\(\) return (\d+) end")
 
 Words = tuple[Any, ...]
 
 
 class Recording(Mapping[str, Script]):
-    """Scripts to give a ledger: each is remembered with the time that is written in it."""
+    """Scripts to give a ledger: each says what the row's TTL was before and after it, and leaves a note that it ran."""
 
-    def __init__(self, clock: Mapping[str, Script]) -> None:
+    def __init__(self, scripts: Mapping[str, Script], namespace: str) -> None:
         self.entries: list[Entry] = []
-        self._clock = clock
-        self._known: dict[str, tuple[str, int]] = {}
+        self._scripts = {name: watched(script, _log(namespace)) for name, script in scripts.items()}
+        self._names = {script.sha: name for name, script in self._scripts.items()}
 
     def __getitem__(self, name: str) -> Script:
-        script = self._clock[name]
-        now = _NOW.search(script.text)
-        assert now is not None
-        self._known[script.sha] = name, int(now[1])
-        return script
+        return self._scripts[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._clock)
+        return iter(self._scripts)
 
     def __len__(self) -> int:
-        return len(self._clock)
+        return len(self._scripts)
 
-    def note(self, words: Words, start: float, reply: Any) -> None:
-        """Note a call and what came of it; an error of the server says that it did not run."""
+    def number(self, words: Words) -> Words:
+        """Give a call of a script the number under which it is noted; a call sent again is another call."""
+        return (*words, secrets.token_hex(8)) if words[0] in ("EVALSHA", "EVAL") else words
+
+    def note(self, words: Words, start: float, reply: Any) -> Any:
+        """Note a call and what came of it; return its own reply. An error of the server says that it did not run."""
         if words[0] not in ("EVALSHA", "EVAL") or isinstance(reply, ResponseError):
-            return
-        sha = words[1] if words[0] == "EVALSHA" else hashlib.sha1(words[1].encode(), usedforsecurity=False).hexdigest()
-        name, now = self._known[sha]
-        lost = isinstance(reply, BaseException)
-        end = math.inf if lost else time.monotonic()
-        self.entries.append(Entry(words[3], name, words[4:], now, start, end, None if lost else tuple(reply)))
+            return reply
+        _, script, _, row, *args, call = words
+        sha = script if words[0] == "EVALSHA" else hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+        entry = Entry(row, self._names[sha], tuple(args), start, math.inf, None, None, call)
+        if not isinstance(reply, BaseException):
+            *seen, reply = reply
+            entry = entry._replace(end=time.monotonic(), reply=tuple(reply), seen=Seen(*seen))
+        self.entries.append(entry)
+        return reply
 
     def vanish(self, client: redis.Redis, row: str) -> None:
         """Delete the row, straight on the server."""
         start = time.monotonic()
         gone = client.delete(row)
-        self.entries.append(Entry(row, VANISH, (), 0, start, time.monotonic(), (b"%d" % gone,)))
+        self.entries.append(Entry(row, VANISH, (), start, time.monotonic(), (b"%d" % gone,), None))
 
 
 class RecordingRedis(redis.Redis):
@@ -82,14 +96,13 @@ class RecordingRedis(redis.Redis):
     recording: Recording
 
     def execute_command(self, *words: Any, **options: Any) -> Any:
-        start = time.monotonic()
+        words, start = self.recording.number(words), time.monotonic()
         try:
             reply = super().execute_command(*words, **options)  # type: ignore[no-untyped-call]
         except BaseException as error:
             self.recording.note(words, start, error)
             raise
-        self.recording.note(words, start, reply)
-        return reply
+        return self.recording.note(words, start, reply)
 
     def pipeline(self, *args: Any, **kwargs: Any) -> Any:
         return _Pipeline(super().pipeline(*args, **kwargs), self.recording)
@@ -101,14 +114,13 @@ class RecordingAsyncRedis(redis.asyncio.Redis):
     recording: Recording
 
     async def execute_command(self, *words: Any, **options: Any) -> Any:
-        start = time.monotonic()
+        words, start = self.recording.number(words), time.monotonic()
         try:
             reply = await super().execute_command(*words, **options)  # type: ignore[no-untyped-call]
         except BaseException as error:
             self.recording.note(words, start, error)
             raise
-        self.recording.note(words, start, reply)
-        return reply
+        return self.recording.note(words, start, reply)
 
     def pipeline(self, *args: Any, **kwargs: Any) -> Any:
         return _AsyncPipeline(super().pipeline(*args, **kwargs), self.recording)
@@ -121,6 +133,7 @@ class _Pipeline:
         self._sent: list[Words] = []
 
     def execute_command(self, *words: Any, **options: Any) -> None:
+        words = self._recording.number(words)
         self._sent.append(words)
         self._pipeline.execute_command(*words, **options)
 
@@ -133,9 +146,7 @@ class _Pipeline:
             raise
 
     def _note(self, start: float, replies: list[Any]) -> list[Any]:
-        for words, reply in zip(self._sent, replies, strict=True):
-            self._recording.note(words, start, reply)
-        return replies
+        return [self._recording.note(words, start, reply) for words, reply in zip(self._sent, replies, strict=True)]
 
 
 class _AsyncPipeline(_Pipeline):
@@ -146,6 +157,25 @@ class _AsyncPipeline(_Pipeline):
         except BaseException as error:
             self._note(start, [error] * len(self._sent))
             raise
+
+
+def settled(near: redis.Redis, namespace: str, entries: Sequence[Entry]) -> list[Entry]:
+    """Add the answers that were lost on the way, and leave out the calls that never ran.
+
+    To be asked once all players are done: what comes later than the last answer has changed nothing that was answered.
+    """
+    noted = ran(near, _log(namespace))
+    history = []
+    for entry in entries:
+        if entry.reply is None and entry.call in noted:
+            entry = entry._replace(reply=noted[entry.call].reply, seen=noted[entry.call].seen)
+        if entry.reply is not None:
+            history.append(entry)
+    return history
+
+
+def _log(namespace: str) -> str:
+    return f"calls of {namespace}"
 
 
 def troubled(seed: int, share: float = 0.15) -> Callable[[], Fate]:
@@ -167,9 +197,9 @@ def play(
     """Have threads claim, renew, finish, release and abandon a few keys at random; return what was sent and answered.
 
     `port` is that of the proxy, `near` a client of the server itself. `how` may give `client` (another class) and
-    `scripts` (a function of the clock), to break them on purpose.
+    `scripts`, to break them on purpose.
     """
-    game = _Game(near, namespace, seed, rounds, how.get("scripts"))
+    game = _Game(near, namespace, seed, rounds, how.get("scripts", load()))
     far = how.get("client", RecordingRedis)(port=port, socket_timeout=TIMEOUT, retry=Retry(NoBackoff(), 0))
     far.recording = game.recording
     ledger = Ledger(far, POLICY, namespace, scripts=game.recording)
@@ -205,7 +235,7 @@ def play_async(
     port: int, near: redis.Redis, namespace: str, seed: int, *, workers: int = 6, rounds: int = 25
 ) -> list[Entry]:
     """The same with tasks of one event loop."""
-    game = _Game(near, namespace, seed, rounds, None)
+    game = _Game(near, namespace, seed, rounds, load())
 
     async def work(ledger: AsyncLedger, number: int) -> None:
         steps = game.steps(number)
@@ -242,10 +272,10 @@ class _Game:
         namespace: str,
         seed: int,
         rounds: int,
-        scripts: Callable[[Clock], Mapping[str, Script]] | None,
+        scripts: Mapping[str, Script],
     ) -> None:
-        self.clock = Clock()
-        self.recording = Recording(scripts(self.clock) if scripts else self.clock)
+        self.clock = Clock(Ledger(near, namespace=namespace))
+        self.recording = Recording(scripts, namespace)
         self._near = near
         self._namespace = namespace
         self._seed = seed
@@ -255,8 +285,10 @@ class _Game:
         dice = random.Random(f"{self._seed}/{number}")
         for turn in range(self._rounds):
             if dice.random() < 0.5:
-                self.clock.turn(dice.choice((0.001, 0.5, POLICY.lease)))
+                self.clock.turn(dice.choice((0.001, 0.5, POLICY.lease, -0.2)))
             key = dice.choice(KEYS)
+            if dice.random() < 0.1:
+                yield "read", "acct", key
             if dice.random() < 0.2:
                 self.recording.vanish(self._near, identify(self._namespace, "acct", key).row)
             r = yield "claim", "acct", key, dice.choice("ffffg")
@@ -279,12 +311,10 @@ class _Game:
                 yield "release", r
 
     def end(self) -> list[Entry]:
-        """Look at each row once more, and return everything."""
+        """Look at each row once more, and return everything that was sent."""
         for key in KEYS:
-            row = identify(self._namespace, "acct", key).row
-            args = ("last", "f", 1000, 600_000)
-            script = self.recording["claim"]
+            call = operations.claim(identify(self._namespace, "acct", key), "last", "f", 1.0, 6000.0, 0.0, "")
+            words = self.recording.number(("EVAL", self.recording[call.script].text, 1, call.row, *call.args))
             start = time.monotonic()
-            words = ("EVAL", script.text, 1, row, *args)
             self.recording.note(words, start, self._near.execute_command(*words))  # type: ignore[no-untyped-call]
         return self.recording.entries

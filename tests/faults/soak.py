@@ -27,7 +27,7 @@ from tests.support.servers import Server, valkey
 from tests.web.serving import Answer
 
 from .linearizability import TooHard, violations
-from .recording import play, troubled
+from .recording import play, settled, troubled
 from .serving import Gunicorn
 
 CLIENTS = 8
@@ -230,7 +230,8 @@ class Games:
                     self.played += 1
                     seed = self._seed + self.played
                     proxy.choose(troubled(seed, 0.2))
-                    history = play(proxy.port, near, f"games{self.played}", seed)
+                    name = f"games{self.played}"
+                    history = settled(near, name, play(proxy.port, near, name, seed))
                     self.calls += len(history)
                     try:
                         self.violations += violations(history)

@@ -13,7 +13,7 @@ from idemredis.flows import Flow, Later, Sleep, Tell
 from idemredis.keys import Identity
 from idemredis.operations import Call, Done
 
-from .model import Row, transition
+from .model import Reply, Row, transition, ttl
 
 IDENTITY = Identity("acct", "", "key", "idem:acct:key")
 POLICY = Policy(lease=0.5, retention=1000.0)
@@ -58,7 +58,15 @@ class World:
         owner = name * 16
         try:
             outcome = yield from flows.claim(
-                IDENTITY, owner, "f", lease=POLICY.lease, wait=0.0, takeover=True, policy=POLICY
+                IDENTITY,
+                owner,
+                "f",
+                lease=POLICY.lease,
+                wait=0.0,
+                takeover=True,
+                policy=POLICY,
+                created_at=0.0,
+                route="",
             )
         except LedgerUnavailable:
             self.outcomes[name] = "unavailable"
@@ -144,7 +152,7 @@ class World:
 
     def served(self, i: int) -> None:
         flow, call = self.actors.pop(i)
-        self.go_on(flow, call.decode(self.execute(call), self.now / 1000))
+        self.go_on(flow, call.outcome(self.execute(call), self.now / 1000))
 
     def lost_reply(self, i: int) -> None:
         flow, call = self.actors.pop(i)
@@ -181,13 +189,14 @@ class World:
         self.row = None
         self.owners.clear()
 
-    def execute(self, call: Call[Any]) -> tuple[bytes, ...]:
+    def execute(self, call: Call[Any]) -> Reply:
         before = self.row
         self.row, reply = transition(before, call.script, call.args, self.now)
         answer = self.row and self.row.answer
         if answer and not (before and before.answer):
             self.stored.append(answer)
-        assert self.row is None or self.row.retention > 0
+        if self.row is not None and self.row != before:
+            assert ttl(self.row, self.now) == self.row.retention, "the lease and the TTL do not begin together"
         if before and before.answer:
             assert self.row is not None
             assert self.row.answer == before.answer, "a stored answer was changed"
@@ -254,7 +263,9 @@ def test_in_every_order_at_most_one_answer_is_stored_and_no_generation_is_given_
 
 def test_a_lost_claim_is_given_up_often_enough_that_nobody_waits_for_two_seconds_once_redis_is_back() -> None:
     lease = 60.0
-    claim = flows.claim(IDENTITY, "a" * 16, "f", lease=lease, wait=0.0, takeover=True, policy=POLICY)
+    claim = flows.claim(
+        IDENTITY, "a" * 16, "f", lease=lease, wait=0.0, takeover=True, policy=POLICY, created_at=0.0, route=""
+    )
     step = claim.send(None)
     while not isinstance(step, Later):
         assert isinstance(step, Call)
@@ -296,6 +307,6 @@ def assert_nobody_is_locked_out(world: World, at: str) -> None:
     """Once all is settled, in the background too, the next retry runs or has the answer, and waits for no lease."""
     if world.row is None or (world.gave_up and world.came_late):  # by more than a lease, in which it was asked for
         return
-    _, reply = transition(world.row, "claim", ("z" * 16, "f", 10_000, 1_000_000), world.now)
+    _, reply = transition(world.row, "claim", ("z" * 16, "f", 10_000, 1_000_000, 0, ""), world.now)
     if reply[0] == b"in_progress":  # by one that died, and by nobody else
         assert world.outcomes[world.row.owner[:1].decode()] == "dies", f"the next retry is told {reply}; {at}"

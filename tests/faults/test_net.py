@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from idemredis.scripts import Script
-from idemredis.testing import Clock
+from idemredis.scripts import load
 from tests.support.proxy import Proxy
 from tests.support.servers import Server
 
 from .broken import MISTAKES, Broken, TwoTrips
 from .linearizability import violations
 from .machine import Machine
-from .recording import RecordingRedis, play, troubled
+from .recording import RecordingRedis, play, settled, troubled
 
 SEEDS = range(30)
 """Games played until the checker finds the mistake; most take one or two."""
@@ -34,12 +31,11 @@ SEEN_FROM_OUTSIDE = (
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_the_state_machine_finds_a_broken_script(mistake: str, valkey_server: Server) -> None:
     class Spoilt(Machine):
-        def scripts(self, clock: Clock) -> Mapping[str, Script]:
-            return Broken(clock, *MISTAKES[mistake])
+        scripts = Broken(load(), *MISTAKES[mistake])
 
     with valkey_server.client() as client:
         Spoilt.client = client
-        with pytest.raises((AssertionError, ExceptionGroup)):
+        with pytest.raises(AssertionError):
             run_state_machine_as_test(
                 Spoilt,
                 settings=settings(
@@ -57,13 +53,12 @@ def test_the_state_machine_finds_a_broken_script(mistake: str, valkey_server: Se
 
 @pytest.mark.parametrize("mistake", SEEN_FROM_OUTSIDE)
 def test_the_history_checker_finds_a_broken_script(mistake: str, valkey_server: Server, namespace: str) -> None:
-    def scripts(clock: Clock) -> Mapping[str, Script]:
-        return Broken(clock, *MISTAKES[mistake])
-
+    scripts = Broken(load(), *MISTAKES[mistake])
     with Proxy(valkey_server.port) as proxy, valkey_server.client() as near:
         for seed in SEEDS:
             proxy.choose(troubled(seed, 0.05))
-            if violations(play(proxy.port, near, f"{namespace}-{seed}", seed, scripts=scripts)):
+            name = f"{namespace}-{seed}"
+            if violations(settled(near, name, play(proxy.port, near, name, seed, scripts=scripts))):
                 return
     pytest.fail(f"{mistake}: not found in {len(SEEDS)} games")
 
@@ -74,6 +69,7 @@ def test_the_history_checker_finds_a_claim_of_two_round_trips(valkey_server: Ser
 
     with valkey_server.client() as near:
         for seed in SEEDS:
-            if violations(play(valkey_server.port, near, f"{namespace}-{seed}", seed, client=Racing)):
+            name = f"{namespace}-{seed}"
+            if violations(settled(near, name, play(valkey_server.port, near, name, seed, client=Racing))):
                 return
     pytest.fail(f"not found in {len(SEEDS)} games")

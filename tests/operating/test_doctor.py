@@ -17,7 +17,6 @@ from redis.retry import Retry
 
 from idemredis import AsyncLedger, Ledger, Policy, Reservation, StoredResponse, doctor
 from idemredis.operating.diagnosis import (
-    Finding,
     Report,
     Server,
     TTLs,
@@ -27,6 +26,7 @@ from idemredis.operating.diagnosis import (
 )
 from idemredis.operating.nodes import primaries
 from tests.support import servers
+from tests.support.reports import of
 from tests.support.servers import valkey
 from tests.support.waiting import wait_until
 
@@ -47,12 +47,6 @@ CHECKS = {
     "client",
     "scripts",
 }
-
-
-def of(report: Report, check: str) -> Finding:
-    """The worst finding of a check."""
-    order = ("ok", "unknown", "warning", "problem")
-    return max((f for f in report.findings if f.check == check), key=lambda f: order.index(f.verdict))
 
 
 @pytest.fixture

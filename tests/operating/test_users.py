@@ -137,7 +137,7 @@ def test_nobody_reaches_other_rows_or_commands(users: Users, namespace: str, rol
     if role == "viewer":
         writes += ("'DEL', KEYS[1]", "'HSET', KEYS[1], 1, 2", "'PEXPIRE', KEYS[1], 1")
     for write in writes:
-        with pytest.raises(redis.exceptions.ResponseError, match="permissions|can't run this command|not allowed"):
+        with pytest.raises(redis.exceptions.ResponseError, match=r"permissions|can't run this command|not allowed"):
             holder(client, name).eval(f"return redis.call({write})", 1, name)
     client.close()
     assert len(users.denied()) > 0

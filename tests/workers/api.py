@@ -37,8 +37,9 @@ def calls() -> None:
     assert_type(charge(1, note=""), list[int])
     charge("1")  # type: ignore[arg-type]
     assert_type(Shop().close(2026), None)
-    with ledger.reserve("shop", "k", fingerprint_value([1]), "op", lease=5, wait=1, on_error="hold") as r:
+    with ledger.reserve("shop", "k", fingerprint_value([1]), "op", lease=5, wait=1, on_error="hold", route="r") as r:
         assert_type(r, Reserved)
+        assert_type(r.route, str)
         ledger.checkpoint(r, "half")
         r.result = {"done": True}
         r.response = StoredResponse(204)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import pytest
 from idemredis import AsyncLedger, Ledger, Policy
 from idemredis.events import Event
 from idemredis.operations import Row
-from idemredis.scripts import Script
 from idemredis.testing import Clock
 from idemredis.worker import Reserved
 from tests.conftest import Servers
@@ -36,14 +36,13 @@ class Worker:
         namespace: str,
         *,
         policy: Policy | None = None,
-        scripts: Mapping[str, Script] | None = None,
         url: str | None = None,
     ) -> None:
         self.mode = mode
         self.events: list[str] = []
-        self.looking = Ledger(server.client(), policy, namespace, scripts=scripts)
+        self.looking = Ledger(server.client(), policy, namespace)
         self._runner = asyncio.Runner() if mode == "async" else None
-        rest: dict[str, Any] = {"policy": policy, "namespace": namespace, "observers": [self._note], "scripts": scripts}
+        rest: dict[str, Any] = {"policy": policy, "namespace": namespace, "observers": [self._note]}
         self.ledger: Any
         self._own: Any = None
         if url is not None:
@@ -96,8 +95,18 @@ class Worker:
 
     def fields(self, key: str) -> dict[bytes, bytes]:
         """Return the row of the only principal as it is in Redis."""
-        fields: dict[bytes, bytes] = self.looking.client.hgetall(f"{self.looking.namespace}:worker:{key}")
+        fields: dict[bytes, bytes] = self.looking.client.hgetall(self._name(key))
         return fields
+
+    @contextmanager
+    def unchanged(self, key: str) -> Iterator[None]:
+        """Neither a field of the row nor its TTL changes within; it becomes a second older, so a TTL set anew shows."""
+        Clock(self.looking).turn(1)
+        before, left = self.fields(key), self.looking.client.pttl(self._name(key))
+        assert before
+        yield
+        assert self.fields(key) == before
+        assert self.looking.client.pttl(self._name(key)) <= left
 
     def close(self) -> None:
         self.do("close")
@@ -107,6 +116,9 @@ class Worker:
             self._runner.close()
         self.looking.close()
         self.looking.client.close()
+
+    def _name(self, key: str) -> str:
+        return f"{self.looking.namespace}:worker:{key}"
 
     def _note(self, event: Event) -> None:
         self.events.append(event.name)
@@ -126,7 +138,7 @@ MakeWorker = Callable[..., Worker]
 
 @pytest.fixture
 def make_worker(namespace: str, every_key_left_expires: Servers) -> Iterator[MakeWorker]:
-    """Make workers: `make_worker(mode, server, policy=…, scripts=clock, url=…)`, on real time unless told."""
+    """Make workers: `make_worker(mode, server, policy=…, url=…)`."""
     made: list[Worker] = []
 
     def make(mode: Mode, server: AnyServer, **options: Any) -> Worker:
@@ -139,12 +151,12 @@ def make_worker(namespace: str, every_key_left_expires: Servers) -> Iterator[Mak
 
 
 @pytest.fixture
-def worker(make_worker: MakeWorker, mode: Mode, server: AnyServer, clock: Clock) -> Worker:
-    """A worker over sync and async, on each server, whose clock is turned by hand."""
-    return make_worker(mode, server, scripts=clock)
+def worker(make_worker: MakeWorker, mode: Mode, server: AnyServer) -> Worker:
+    """A worker over sync and async, on each server."""
+    return make_worker(mode, server)
 
 
 @pytest.fixture
 def real_worker(make_worker: MakeWorker, mode: Mode, valkey_server: Server) -> Worker:
-    """A worker over sync and async, on a real server, in real time, with leases of 2 s."""
+    """A worker over sync and async, on a real server, with leases of 2 s."""
     return make_worker(mode, valkey_server, policy=Policy(lease=2.0))

@@ -60,7 +60,7 @@ def test_no_lease_of_500_held_at_once_is_missed_and_one_thread_renews_them(
             time.sleep(0.02)
         rows = [ledger.read("worker", f"k{i}") for i in range(HELD)]
     assert all(row is not None and row.generation == 1 and row.status == "pending" for row in rows)
-    assert min(row.lease_until for row in rows if row is not None) > time.time() - 1.0
+    assert min(row.lease_left for row in rows if row is not None) > -1.0
     row = ledger.read("worker", "k0")
     assert row is not None
     assert row.status == "completed"
@@ -117,12 +117,11 @@ def test_a_worker_stopped_for_two_leases_is_taken_over_and_finds_out(
         assert isinstance(taken, Reservation)
         assert taken.generation == 2
         worker.looking.complete(taken, answer)
-        before = worker.fields("k")
-        wait_until(lambda: time.monotonic() - stopped >= 2 * lease)
-        first.send_signal(signal.SIGCONT)
-        said, errors = first.communicate("go on\n", timeout=20)
+        with worker.unchanged("k"):
+            wait_until(lambda: time.monotonic() - stopped >= 2 * lease)
+            first.send_signal(signal.SIGCONT)
+            said, errors = first.communicate("go on\n", timeout=20)
         assert first.returncode == 0
-    assert worker.fields("k") == before
     assert "held False" in said
     assert said.count("event fenced") == 1
     assert said.count("event completed") == 0

@@ -1,0 +1,13 @@
+"""Doctor's reports, read."""
+
+from __future__ import annotations
+
+from idemredis.operating.diagnosis import Finding, Report
+
+__all__ = ["of"]
+
+
+def of(report: Report, check: str) -> Finding:
+    """Return the worst finding of a check."""
+    order = ("ok", "unknown", "warning", "problem")
+    return max((f for f in report.findings if f.check == check), key=lambda f: order.index(f.verdict))
