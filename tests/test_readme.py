@@ -57,14 +57,16 @@ def test_the_flask_snippet_charges_once(valkey_server: Server) -> None:
 def test_the_row_looks_as_shown_in_redis_cli(valkey_server: Server) -> None:
     code = next(code for code in blocks(ROOT / "README.md", "python") if "send_welcome" in code)
     exec(code.replace("redis://localhost:6379/0", valkey_server.url), {"__name__": "worker"})
-    command, _, shown = next(text for text in blocks(ROOT / "README.md", "console") if "redis-cli" in text).partition(
-        "\n"
-    )
-    words = shlex.split(command.removeprefix("$ redis-cli "))
-    answer = subprocess.run(
-        ["redis-cli", "-p", str(valkey_server.port), "--no-raw", *words], capture_output=True, text=True, check=True
-    )
-    assert answer.stdout.startswith(shown)
+    shown = next(text for text in blocks(ROOT / "README.md", "console") if "redis-cli" in text)
+    (hgetall, fields), (pttl, left) = (part.split("\n", 1) for part in shown.split("$ redis-cli ")[1:])
+
+    def answer(command: str) -> str:
+        words = ["redis-cli", "-p", str(valkey_server.port), "--no-raw", *shlex.split(command)]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout
+
+    assert answer(hgetall).startswith(fields)
+    assert left.startswith("(integer) ")
+    assert 0 < int(answer(pttl).removeprefix("(integer) ")) <= 86_400_000
 
 
 def test_the_settings_table_is_the_code() -> None:

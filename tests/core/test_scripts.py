@@ -31,7 +31,7 @@ FIELDS = {
     "checkpoint_data",
     "checkpoint_seq",
 }
-GLOBALS = {"redis", "KEYS", "ARGV", "string", "math", "tonumber", "type", "select", "unpack", "ipairs", "tostring"}
+GLOBALS = {"redis", "KEYS", "ARGV", "string", "math", "tonumber", "type", "select", "ipairs", "tostring"}
 KEYWORDS = {
     "and",
     "break",

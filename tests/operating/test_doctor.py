@@ -158,7 +158,7 @@ def test_rows_that_never_expire_or_are_of_another_version_are_found(
 ) -> None:
     for i in range(30):
         r = ledger.claim("a", f"k{i}", "f")
-        assert isinstance(r, Reservation)
+    assert isinstance(r, Reservation)
     ledger.complete(r, StoredResponse(204))
     lasting, strange = f"{namespace}:a:k29", f"{namespace}:a:k7"
     place.client.persist(lasting)

@@ -133,7 +133,12 @@ def test_nobody_reaches_other_rows_or_commands(users: Users, namespace: str, rol
         with pytest.raises(redis.exceptions.NoPermissionError):
             node.execute_command(*denied)
     name = f"{namespace}:a:k"
-    writes = ("'SET', KEYS[1], 1", "'LPUSH', KEYS[1], 1", "'FLUSHALL'", "'CONFIG', 'SET', 'maxmemory', 0")
+    writes: tuple[str, ...] = (
+        "'SET', KEYS[1], 1",
+        "'LPUSH', KEYS[1], 1",
+        "'FLUSHALL'",
+        "'CONFIG', 'SET', 'maxmemory', 0",
+    )
     if role == "viewer":
         writes += ("'DEL', KEYS[1]", "'HSET', KEYS[1], 1, 2", "'PEXPIRE', KEYS[1], 1")
     for write in writes:

@@ -73,7 +73,10 @@ def look(ledger: Ledger) -> str:
     assert_type(row, Row | None)
     if row is None or row.response is None:
         return "nothing"
-    assert_type(row.checkpoint and row.checkpoint[0], str | None)
+    assert_type(row.last_checkpoint and row.last_checkpoint[0], str | None)
+    assert_type(row.lease_left, float)
+    assert_type(row.age, float)
+    assert_type(row.route, str)
     return row.status
 
 
