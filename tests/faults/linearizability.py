@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from .model import Reply, Row, transition, ttl
+from .model import LOOKS, Reply, Row, transition, ttl
 from .watching import Seen
 
 __all__ = ["Entry", "TooHard", "violations"]
@@ -107,9 +107,10 @@ def _candidates(entries: Sequence[Entry], done: int, row: Row | None) -> list[tu
             open_until = min(open_until, entry.end)
             known += {(i, _at_rest(after)) for after, reply in _outcomes(entry, row) if reply == entry.reply}
     within = [(i, after) for i, after in known if entries[i].start <= open_until]
-    for move in within:
-        if move[1] == row:
-            return [move]  # it fits, and stands in nobody's way: no need to try it later
+    for i, after in within:
+        reply = entries[i].reply
+        if reply and reply[0] in LOOKS:
+            return [(i, after)]  # it fits, and changes nothing wherever it stands: no need to try it later
     within.sort(key=lambda move: entries[move[0]].end)
     return within + [(i, after) for i, after in unknown if entries[i].start <= open_until]
 

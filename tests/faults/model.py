@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
-__all__ = ["VANISH", "Broken", "Reply", "Row", "fields", "transition", "ttl"]
+__all__ = ["LOOKS", "VANISH", "Broken", "Reply", "Row", "fields", "transition", "ttl"]
 
 Reply: TypeAlias = tuple[bytes | int, ...]
 
 VANISH = "vanish"
 """Not a script: the row is deleted, or is lost in a failover."""
+
+
+LOOKS = {b"in_progress", b"stale", b"reused", b"replay", b"corrupt", b"lost", b"fenced", b"row", b"none"}
+"""What a script answers that has changed nothing."""
 
 
 class Broken(NamedTuple):
