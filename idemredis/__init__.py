@@ -1,5 +1,9 @@
-"""The Idempotency-Key ledger: claim an operation in Redis before it runs, and replay its answer to every retry."""
+"""The Idempotency-Key ledger: claim an operation in Redis before it runs, and replay its response to every retry."""
 
+from .core.fingerprint import fingerprint_request, fingerprint_value
+from .core.outcomes import InProgress, Replay, Reused, Row
+from .core.reservation import AsyncReservation, Reservation
+from .core.response import StoredResponse
 from .errors import (
     AlreadyCompleted,
     ConfigurationError,
@@ -13,19 +17,18 @@ from .errors import (
     KeyInProgress,
     KeyReused,
     LedgerUnavailable,
+    NoReservation,
     NotDurable,
     PreviousAttemptFailed,
 )
 from .events import Event
-from .fingerprint import fingerprint_request, fingerprint_value
-from .operations import InProgress, Replay, Reservation, Reused, Row
+from .ledger import AsyncLedger, Ledger, current_reservation
 from .policy import Policy
-from .responses import StoredResponse
-from .worker import AsyncLedger, Ledger
 
 __all__ = [
     "AlreadyCompleted",
     "AsyncLedger",
+    "AsyncReservation",
     "ConfigurationError",
     "CorruptRow",
     "Event",
@@ -40,6 +43,7 @@ __all__ = [
     "KeyReused",
     "Ledger",
     "LedgerUnavailable",
+    "NoReservation",
     "NotDurable",
     "Policy",
     "PreviousAttemptFailed",
@@ -48,6 +52,7 @@ __all__ = [
     "Reused",
     "Row",
     "StoredResponse",
+    "current_reservation",
     "fingerprint_request",
     "fingerprint_value",
 ]

@@ -13,7 +13,8 @@ IdempotencyError
 ├── KeyReused              same key, another fingerprint       (raised by adapters only)
 ├── AlreadyCompleted       it was done before                  (raised by adapters only)
 ├── PreviousAttemptFailed  it failed for good before           (raised by adapters only)
-└── HoldForReview          raised by a recover function: a person must decide
+├── HoldForReview          raised by a recover function: a person must decide
+└── NoReservation          `current_reservation` is used where nothing is reserved
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .responses import StoredResponse
+    from .core.response import StoredResponse
 
 __all__ = [
     "AlreadyCompleted",
@@ -36,6 +37,7 @@ __all__ = [
     "KeyInProgress",
     "KeyReused",
     "LedgerUnavailable",
+    "NoReservation",
     "NotDurable",
     "PreviousAttemptFailed",
 ]
@@ -162,6 +164,10 @@ class PreviousAttemptFailed(IdempotencyError):
 
 class HoldForReview(IdempotencyError):
     """Raise it in a recover function to leave the row pending until a person has looked."""
+
+
+class NoReservation(IdempotencyError, LookupError, RuntimeError):
+    """`current_reservation` is used where no protected view and no `once` function is running."""
 
 
 def _revive(kind: type[IdempotencyError], args: tuple[object, ...], facts: dict[str, object]) -> IdempotencyError:

@@ -1,27 +1,44 @@
-"""What happened to a row, and who is told."""
+"""What happened to a row, and who hears of it: the log, and observers."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from .flows import EventName, Tell
-from .keys import digest
+if TYPE_CHECKING:
+    from .core.flows import Emit
 
-__all__ = ["Event", "Observer", "Teller"]
+__all__ = ["Event", "EventEmitter", "EventName", "Observer", "digest"]
 
 logger = logging.getLogger("idemredis")
 
+EventName: TypeAlias = Literal[
+    "claimed",
+    "taken_over",
+    "replayed",
+    "in_progress",
+    "reused",
+    "completed",
+    "failed",
+    "released",
+    "fenced",
+    "unavailable",
+    "not_stored",
+    "held_for_review",
+    "completion_lost",
+]
+
 _LOUD: Mapping[EventName, tuple[int, str]] = {
     "fenced": (logging.ERROR, "an attempt no longer owned its row; what it did elsewhere may have been done twice"),
-    "completion_lost": (logging.ERROR, "an answer could not be stored in time; a retry will run the operation again"),
+    "completion_lost": (logging.ERROR, "a response could not be stored in time; a retry will run the operation again"),
     "held_for_review": (logging.ERROR, "an operation waits for a person to decide"),
     "taken_over": (logging.WARNING, "an earlier attempt did not finish; a new one runs"),
     "unavailable": (logging.WARNING, "Redis did not serve the ledger"),
-    "not_stored": (logging.WARNING, "an answer was not kept; retries are told so and do not run"),
+    "not_stored": (logging.WARNING, "a response was not stored; retries are refused and do not run"),
 }
 _QUIET = (logging.DEBUG, "")
 
@@ -54,8 +71,13 @@ class Event:
 Observer: TypeAlias = Callable[[Event], object]
 
 
-class Teller:
-    """Tells the log and the observers; none of them can break what it is told of."""
+def digest(row: str) -> str:
+    """Return 12 hex digits that stand for a row in logs and metrics, which never show its key or principal."""
+    return hashlib.sha256(row.encode()).hexdigest()[:12]
+
+
+class EventEmitter:
+    """Gives events to the log and to observers. An observer that raises cannot break the ledger."""
 
     def __init__(self, observers: Iterable[Observer], log_keys: bool) -> None:
         self._observers = tuple(observers)
@@ -65,32 +87,33 @@ class Teller:
             observer for observer in self._observers if callable(getattr(observer, "timed", None))
         ]
 
-    def __call__(self, tell: Tell, began: float | None = None) -> None:
-        level, meaning = _LOUD.get(tell.event, _QUIET)
+    def __call__(self, emit: Emit, began: float | None = None) -> None:
+        """Emit an event of an operation that began at `began`, by the local monotonic clock."""
+        level, meaning = _LOUD.get(emit.event, _QUIET)
         logged = logger.isEnabledFor(level)
         if not logged and not self._observers:
             return
-        event = self._event(tell, 0.0 if began is None else time.monotonic() - began)
+        event = self._event(emit, 0.0 if began is None else time.monotonic() - began)
         if logged:
             words = (event.name, event.digest, event.generation, meaning)
             logger.log(level, "%s: row %s generation %d %s", *words, extra={"idempotency": event})
         for observer in self._observers:
             self._guarded(observer, observer, event)
 
-    def timed(self, script: str, sent: float, answer: object) -> None:
-        """Tell those observers that have a method `timed` how long a script took, and what kind of answer came."""
+    def timed(self, script: str, sent: float, outcome: object) -> None:
+        """Give the time that a script took, and the kind of its outcome, to observers that have a method `timed`."""
         for timer in self._timers:
-            self._guarded(timer, timer.timed, script, time.monotonic() - sent, type(answer).__name__)
+            self._guarded(timer, timer.timed, script, time.monotonic() - sent, type(outcome).__name__)
 
-    def _guarded(self, observer: Observer, tell: Callable[..., object], *facts: object) -> None:
+    def _guarded(self, observer: Observer, notify: Callable[..., object], *facts: object) -> None:
         try:
-            tell(*facts)
+            notify(*facts)
         except Exception:
             if id(observer) not in self._failed:
                 self._failed.add(id(observer))
-                logger.exception("observer %r failed; this is said once", observer)
+                logger.exception("observer %r failed; further failures of it are not logged", observer)
 
-    def _event(self, tell: Tell, seconds: float) -> Event:
-        who = tell.identity
+    def _event(self, emit: Emit, seconds: float) -> Event:
+        who = emit.identity
         names = (who.principal, who.key) if self._log_keys else (None, None)
-        return Event(tell.event, digest(who.row), who.operation, tell.generation, tell.route, seconds, *names)
+        return Event(emit.event, digest(who.row), who.operation, emit.generation, emit.route, seconds, *names)

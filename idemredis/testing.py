@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from .core.keys import row_prefix
+from .core.operations import milliseconds
 from .ledger import AsyncLedger, Ledger
-from .operating.rows import prefix
-from .operations import milliseconds
 
 __all__ = ["AsyncClock", "Clock"]
 
@@ -61,4 +61,4 @@ class AsyncClock:
 
 
 def _rows(ledger: Ledger | AsyncLedger) -> str:
-    return f"{prefix(ledger.namespace)}*"
+    return f"{row_prefix(ledger.namespace)}*"

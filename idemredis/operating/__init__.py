@@ -1,4 +1,4 @@
-"""For the person on call: what is in the ledger, is this Redis fit for it, and what is happening now."""
+"""For the person on call: the command line, `tail`, and what is done to a row by hand.
 
-SAMPLE = 200
-"""Rows that a check looks at, where nobody asks for more."""
+Nothing imports it. A change here is seen by people at a terminal: look at it there, at 80 columns and piped.
+"""

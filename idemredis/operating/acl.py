@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, TypeAlias
 
-from .rows import prefix
-from .tail import channel
+from ..core.keys import row_prefix
+from ..telemetry.publisher import channel
 
 __all__ = ["ROLES", "Role", "User", "users"]
 
@@ -90,7 +90,13 @@ def users(namespace: str, cluster: bool = False, setinfo: bool = True) -> list[U
         )
         if not setinfo:
             del commands["client|setinfo"]
-        rules = ("resetkeys", f"~{prefix(namespace)}*", "resetchannels", *(f"&{name}" for name in channels), "-@all")
+        rules = (
+            "resetkeys",
+            f"~{row_prefix(namespace)}*",
+            "resetchannels",
+            *(f"&{name}" for name in channels),
+            "-@all",
+        )
         made.append(User(role, _FOR[role], (*rules, *(f"+{command}" for command in commands))))
     return made
 

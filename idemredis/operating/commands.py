@@ -12,35 +12,35 @@ from itertools import islice
 from typing import Any
 
 import click
-from redis.exceptions import ResponseError
 
-from .. import doctor
-from .. import scripts as lua
-from ..clients import is_cluster
+from ..core import scripts as lua
+from ..core.keys import Identity, identify
+from ..core.response import StoredResponse, storable_names
 from ..errors import IdempotencyError, LedgerUnavailable
-from ..keys import Identity, identify
+from ..inspection import doctor, rows
+from ..inspection.rows import STATUSES, RowSummary
 from ..ledger import Ledger
-from ..responses import StoredResponse, replayable
+from ..store.clients import is_cluster
+from ..store.errors import is_refusal
+from ..store.nodes import ask, connect, primaries
 from . import acl as acl_lines
-from . import interventions, rows
+from . import interventions
 from . import tail as tailing
-from .nodes import ask, connect, primaries
-from .rows import STATUSES, Found
 from .tables import (
     COLUMNS,
-    Scanning,
     as_dict,
     as_line,
     duration,
     in_words,
+    print_event,
     print_json,
-    print_seen,
     printable,
+    scanning,
     show_table,
     size,
 )
 
-__all__ = ["COMMANDS", "EXIT_CODES", "Left", "Session"]
+__all__ = ["COMMANDS", "EXIT_CODES", "Aborted", "Session"]
 
 COMMANDS: list[click.Command] = []
 
@@ -53,7 +53,7 @@ EXAMINED = 1000
 """Rows that `doctor` looks at."""
 
 
-class Left(IdempotencyError):
+class Aborted(IdempotencyError):
     """The person who was asked said no."""
 
     def __init__(self) -> None:
@@ -112,14 +112,13 @@ _YES = click.option("--yes", is_flag=True, help="Do not ask.")
 )
 def ls(session: Session, as_json: bool, principal: str, status: str | None, digest: str, limit: int) -> None:
     """List rows, those that want a look first."""
-    scanning = _scanning(session)
-    wanted = (
-        found
-        for found in rows.scan(session.ledger.client, session.namespace, principal, scanning)
-        if status in (None, found.status) and found.digest.startswith(digest)
-    )
-    shown = {found.identity.row: found for found in islice(wanted, limit + 1)}
-    scanning.done()
+    with scanning(_names(session)) as passed:
+        wanted = (
+            found
+            for found in rows.scan(session.ledger.client, session.namespace, principal, passed)
+            if status in (None, found.status) and found.digest.startswith(digest)
+        )
+        shown = {found.identity.row: found for found in islice(wanted, limit + 1)}
     listed = sorted(shown.values(), key=lambda found: (STATUSES.index(found.status), found.claimed_at or 0.0))[:limit]
     if as_json:
         print_json([as_dict(found) for found in listed])
@@ -167,21 +166,20 @@ def show(
 @_command()
 def stats(session: Session, as_json: bool) -> None:
     """Count rows by status, and say what memory they need."""
-    scanning = _scanning(session)
-    told = rows.stats(session.ledger.client, session.namespace, scanning)
-    scanning.done()
+    with scanning(_names(session)) as passed:
+        found = rows.stats(session.ledger.client, session.namespace, passed)
     if as_json:
-        print_json(asdict(told))
+        print_json(asdict(found))
         return
-    show_table(("STATUS", "ROWS"), [(status, str(told.counts[status])) for status in STATUSES])
+    show_table(("STATUS", "ROWS"), [(status, str(found.counts[status])) for status in STATUSES])
     click.echo()
-    oldest = "none" if told.oldest_pending is None else f"claimed {duration(told.oldest_pending)} ago"
+    oldest = "none" if found.oldest_pending is None else f"claimed {duration(found.oldest_pending)} ago"
     click.echo(f"oldest pending   {oldest}")
-    click.echo(f"bytes per row    {'unknown' if told.row_bytes is None else f'{told.row_bytes:.0f} (sampled)'}")
-    click.echo(f"rate             {told.rate * 60:.1f} new rows a minute")
-    click.echo(f"a day's rows     {'unknown' if told.day_bytes is None else size(told.day_bytes)} at that rate")
-    if told.lasting:
-        click.echo(f"without a TTL    {told.lasting}: see `idemredis doctor`")
+    click.echo(f"bytes per row    {'unknown' if found.row_bytes is None else f'{found.row_bytes:.0f} (sampled)'}")
+    click.echo(f"rate             {found.rate * 60:.1f} new rows a minute")
+    click.echo(f"a day's rows     {'unknown' if found.day_bytes is None else size(found.day_bytes)} at that rate")
+    if found.lasting:
+        click.echo(f"without a TTL    {found.lasting}: see `idemredis doctor`")
 
 
 @_command(_PRINCIPAL, _KEY, _OPERATION, _YES)
@@ -189,7 +187,7 @@ def release(session: Session, as_json: bool, principal: str, key: str, operation
     """End the lease of the attempt that holds a row: its writes are refused from now on, and the next retry runs."""
     identity = session.identity(principal, operation, key)
     question = "Release it? If its attempt is alive after all, the work may be done twice."
-    done = interventions.release(session.ledger, identity, _agree(question, yes))
+    done = interventions.release(session.ledger, identity, _confirm(question, yes))
     _settled(done, as_json, "released", "the client's next retry takes it over at once, at the next generation")
 
 
@@ -220,7 +218,7 @@ def resolve(
     identity = session.identity(principal, operation, key)
     response = _response(status, body_file.read() if body_file else b"", headers)
     question = f"Store {status} with {len(response.body)} bytes as its answer, for good?"
-    done = interventions.resolve(session.ledger, identity, response, _agree(question, yes))
+    done = interventions.resolve(session.ledger, identity, response, _confirm(question, yes))
     _settled(done, as_json, "completed", f"every retry is answered {status} from now on, and nothing runs")
 
 
@@ -229,7 +227,7 @@ def forget(session: Session, as_json: bool, principal: str, key: str, operation:
     """Delete a row that no attempt holds: a retry then runs as if for the first time."""
     identity = session.identity(principal, operation, key)
     question = "Delete it? A retry will run the operation again, whatever was done before."
-    done = interventions.forget(session.ledger, identity, _agree(question, yes))
+    done = interventions.forget(session.ledger, identity, _confirm(question, yes))
     _settled(done, as_json, "forgotten", "a retry runs the operation again, as generation 1")
 
 
@@ -244,9 +242,9 @@ def tail(session: Session, as_json: bool, verbose: bool, seconds: float | None) 
         click.echo(f"idemredis: {_what_is_heard(listening)}; Ctrl-C ends", err=True)
         try:
             while until is None or time.monotonic() < until:
-                for seen in listening.look():
-                    if seen.what != "renewed" or verbose:
-                        print_seen(seen, as_json)
+                for event in listening.look():
+                    if event.what != "renewed" or verbose:
+                        print_event(event, as_json)
         except KeyboardInterrupt:
             pass
 
@@ -298,7 +296,7 @@ def acl(session: Session, as_json: bool, cluster: bool) -> None:
 def doctor_(session: Session, as_json: bool, read_only: bool, sample: int) -> None:
     """Examine the server: each line ok, unknown, warning or problem, with the reason and the command that mends it."""
     try:
-        report = doctor.check(session.ledger, sample=sample, scratch=not read_only)
+        report = session.ledger.check(sample=sample, scratch=not read_only)
     except LedgerUnavailable as error:  # so early that there is no client to check
         report = doctor.unreachable(error)
     if as_json:
@@ -312,14 +310,14 @@ def doctor_(session: Session, as_json: bool, read_only: bool, sample: int) -> No
     raise SystemExit(0 if report.healthy else 1 if report.reachable else 2)
 
 
-def _agree(question: str, yes: bool) -> interventions.Agree:
-    def agree(found: Found) -> bool:
+def _confirm(question: str, yes: bool) -> interventions.Confirm:
+    def confirm(found: RowSummary) -> bool:
         if yes:
             return True
         show_table(COLUMNS, [as_line(found)])
         return click.confirm(question, err=True)
 
-    return agree
+    return confirm
 
 
 def _what_is_heard(listening: tailing.Tail) -> str:
@@ -333,7 +331,7 @@ def _what_is_heard(listening: tailing.Tail) -> str:
 
 def _settled(done: bool, as_json: bool, what: str, next_: str) -> None:
     if not done:
-        raise Left
+        raise Aborted
     if as_json:
         print_json({"outcome": what})
     else:
@@ -344,7 +342,7 @@ def _response(status: int, body: bytes, headers: tuple[str, ...]) -> StoredRespo
     pairs = []
     for header in headers:
         name, colon, value = header.partition(":")
-        if not colon or not replayable([name.strip()]):
+        if not colon or not storable_names([name.strip()]):
             raise click.BadParameter(f"{header!r} is not NAME: VALUE, or is never replayed", param_hint="--header")
         pairs.append((name.strip(), value.strip()))
     if body and not any(name.lower() == "content-type" for name, _ in pairs):
@@ -356,12 +354,13 @@ def _response(status: int, body: bytes, headers: tuple[str, ...]) -> StoredRespo
     return StoredResponse(status, tuple(pairs), body)
 
 
-def _scanning(session: Session) -> Scanning:
+def _names(session: Session) -> int:
+    """How many keys there are on all servers, as far as they say."""
     total = 0
     for node in primaries(session.ledger.client):
         try:
             total += ask(node, "DBSIZE")
         except LedgerUnavailable as error:
-            if not isinstance(error.__cause__, ResponseError):
+            if not is_refusal(error.__cause__):
                 raise
-    return Scanning(total)
+    return total

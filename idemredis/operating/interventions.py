@@ -13,24 +13,26 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Literal, TypeAlias
 
-from redis.exceptions import WatchError
-
-from .. import clients, operations
-from ..clients import ERRORS
+from ..core import operations
+from ..core.keys import Identity
+from ..core.outcomes import Lost, Row
+from ..core.reservation import Lease, Reservation
+from ..core.response import StoredResponse
 from ..errors import FencedOut, IdempotencyError, LedgerUnavailable
-from ..keys import Identity, digest
+from ..events import digest
+from ..inspection.rows import RowSummary, look
 from ..ledger import Ledger
-from ..operations import Hold, Lost, Reservation, Row
 from ..policy import LONGEST_RETENTION, Policy
-from ..responses import StoredResponse
-from .nodes import holder, run
-from .rows import Found, look
+from ..store.cluster import routed
+from ..store.errors import ERRORS, WatchError, map_error
+from ..store.evaluate import evaluate, raised
+from ..store.nodes import holder
 
-__all__ = ["Agree", "Refused", "find", "forget", "release", "reservation_of", "resolve"]
+__all__ = ["Confirm", "Refused", "find", "forget", "release", "reservation_of", "resolve"]
 
 audit = logging.getLogger("idemredis.audit")
 
-Agree: TypeAlias = Callable[[Found], bool]
+Confirm: TypeAlias = Callable[[RowSummary], bool]
 """Shown the row, asked whether to go on."""
 
 Action: TypeAlias = Literal["release", "resolve", "forget"]
@@ -43,7 +45,7 @@ class Refused(IdempotencyError):
     """The row is not in a state for it; the message says what to do instead. Nothing was changed."""
 
 
-def find(ledger: Ledger, row: str) -> Found | None:
+def find(ledger: Ledger, row: str) -> RowSummary | None:
     """Look at one row.
 
     Raises:
@@ -55,15 +57,15 @@ def find(ledger: Ledger, row: str) -> Found | None:
 def reservation_of(row: Row) -> Reservation:
     """Return the reservation that owns a row: its right is in the row, for whoever may read it."""
     return Reservation(
-        row.identity, row.fingerprint, row.generation, row.owner, row.last_checkpoint, Hold(LEASE, 0.0, 0), row.route
+        row.identity, row.fingerprint, row.generation, row.owner, row.last_checkpoint, Lease(LEASE, 0.0), row.route
     )
 
 
-def release(ledger: Ledger, identity: Identity, agree: Agree) -> bool:
+def release(ledger: Ledger, identity: Identity, confirm: Confirm) -> bool:
     """End the lease of the attempt that was shown: its own writes are refused, and the next retry runs at once.
 
     Returns:
-        False when the person did not agree.
+        False when the person did not confirm.
 
     Raises:
         Refused: the row is not pending.
@@ -73,18 +75,18 @@ def release(ledger: Ledger, identity: Identity, agree: Agree) -> bool:
     found, row = _shown(ledger, identity)
     if row.status != "pending":
         raise Refused(f"the row is {row.status}, so no attempt holds it; `forget` would let a retry run it again")
-    if not agree(found):
+    if not confirm(found):
         return False
     with _Audit("release", identity, row.generation), closing(_as_kept(ledger, row)) as kept:
         kept.release(reservation_of(row))
     return True
 
 
-def resolve(ledger: Ledger, identity: Identity, response: StoredResponse, agree: Agree) -> bool:
+def resolve(ledger: Ledger, identity: Identity, response: StoredResponse, confirm: Confirm) -> bool:
     """Take a stale row over at the generation that was shown, and store the answer that a person found to be true.
 
     Returns:
-        False when the person did not agree.
+        False when the person did not confirm.
 
     Raises:
         Refused: the row is finished, or an attempt still holds it.
@@ -98,7 +100,7 @@ def resolve(ledger: Ledger, identity: Identity, response: StoredResponse, agree:
         )
     if found.status != "stale":
         raise Refused(f"the row is {row.status} already; its answer is never replaced")
-    if not agree(found):
+    if not confirm(found):
         return False
     with _Audit("resolve", identity, row.generation), closing(_as_kept(ledger, row)) as kept:
         take = operations.takeover(
@@ -110,18 +112,18 @@ def resolve(ledger: Ledger, identity: Identity, response: StoredResponse, agree:
             kept.policy.retention,
             row.route,
         )
-        taken = run(ledger.client, take)
+        taken = raised(evaluate(routed(ledger.client), [take])[0])
         if isinstance(taken, Lost):
             raise FencedOut("the row changed after it was shown; nothing was changed: look at it again")
         kept.complete(taken, response)
     return True
 
 
-def forget(ledger: Ledger, identity: Identity, agree: Agree) -> bool:
+def forget(ledger: Ledger, identity: Identity, confirm: Confirm) -> bool:
     """Delete a row that no attempt holds: a retry then runs as if for the first time, at generation 1.
 
     Returns:
-        False when the person did not agree.
+        False when the person did not confirm.
 
     Raises:
         Refused: there is no such row, or an attempt holds it.
@@ -138,7 +140,7 @@ def forget(ledger: Ledger, identity: Identity, agree: Agree) -> bool:
             if found.row is not None and found.status == "pending":
                 left = found.row.lease_left
                 raise Refused(f"an attempt holds the row for {left:.1f} s more; `release` it first, or wait")
-            if not agree(found):
+            if not confirm(found):
                 return False
             with _Audit("forget", identity, found.generation):
                 transaction.multi()
@@ -150,13 +152,13 @@ def forget(ledger: Ledger, identity: Identity, agree: Agree) -> bool:
                         "the row changed after it was shown; nothing was deleted: look at it again"
                     ) from None
                 except ERRORS as error:
-                    raise clients.ours(error, 0.0) from error
+                    raise map_error(error, 0.0) from error
     except ERRORS as error:
-        raise clients.ours(error, 0.0) from error
+        raise map_error(error, 0.0) from error
     return True
 
 
-def _shown(ledger: Ledger, identity: Identity) -> tuple[Found, Row]:
+def _shown(ledger: Ledger, identity: Identity) -> tuple[RowSummary, Row]:
     row = ledger.read(identity.principal, identity.key, identity.operation)
     found = find(ledger, identity.row)
     if row is None or found is None:

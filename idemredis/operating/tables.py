@@ -7,33 +7,31 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import click
 
-from .rows import Found
-from .tail import Seen
+from ..inspection.rows import RowSummary
+from .tail import TailEvent
 
 __all__ = [
     "COLUMNS",
-    "Scanning",
     "as_dict",
     "as_line",
     "duration",
     "escaped",
     "in_words",
+    "print_event",
     "print_json",
-    "print_seen",
     "printable",
+    "scanning",
     "show_table",
     "size",
 ]
 
 COLUMNS = ("PRINCIPAL", "OPERATION", "KEY", "ROUTE", "STATUS", "GEN", "AGE", "LEASE", "TTL", "CHECKPOINT", "DIGEST")
-
-SILENT_FOR = 0.7
-"""Seconds before a scan says how far it is."""
 
 _COLOURS = {
     "stale": "yellow",
@@ -86,31 +84,22 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-class Scanning:
-    """On a terminal, and when it takes long: how many of the server's names a scan went over. On stderr, then gone."""
+@contextmanager
+def scanning(total: int) -> Iterator[Callable[[int], object]]:
+    """Show how far a scan of so many names is, on a terminal with rich; call the function with the names passed."""
+    if not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
+        yield lambda names: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-    def __init__(self, total: int) -> None:
-        self._total = max(total, 1)
-        self._passed = 0
-        self._began = time.monotonic()
-        self._shown = False
-
-    def __call__(self, names: int) -> None:
-        """Note that a scan went over so many more."""
-        self._passed += names
-        if sys.stderr.isatty() and time.monotonic() - self._began > SILENT_FOR:
-            share = min(self._passed / self._total, 1.0)
-            bar = "#" * round(share * 30)
-            click.echo(f"\rscanning [{bar:<30}] {share:4.0%} of {self._total:,} names", nl=False, err=True)
-            self._shown = True
-
-    def done(self) -> None:
-        """Wipe the line."""
-        if self._shown:
-            click.echo(f"\r{' ' * 70}\r", nl=False, err=True)
+    columns = (TextColumn("scanning"), BarColumn(), TaskProgressColumn(), TextColumn("of {task.total:,} names"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("scanning", total=max(total, 1))
+        yield lambda names: progress.advance(task, names)
 
 
-def as_line(found: Found) -> tuple[str, ...]:
+def as_line(found: RowSummary) -> tuple[str, ...]:
     """Return a row's cells, under `COLUMNS`."""
     who, row = found.identity, found.row
     return (
@@ -128,7 +117,7 @@ def as_line(found: Found) -> tuple[str, ...]:
     )
 
 
-def as_dict(found: Found) -> dict[str, Any]:
+def as_dict(found: RowSummary) -> dict[str, Any]:
     """Return a row as JSON takes it; times in seconds."""
     who, row = found.identity, found.row
     facts: dict[str, Any] = {
@@ -171,18 +160,18 @@ def printable(body: bytes) -> str | dict[str, str]:
         return {"base64": base64.b64encode(body).decode()}
 
 
-def print_seen(seen: Seen, as_json: bool) -> None:
+def print_event(event: TailEvent, as_json: bool) -> None:
     """Print one thing that happened, on a line of its own."""
-    who = seen.row.identity if seen.row else None
+    who = event.row.identity if event.row else None
     if as_json:
-        facts = {"at": round(seen.at, 3), "what": seen.what, "digest": seen.digest, "generation": seen.generation}
+        facts = {"at": round(event.at, 3), "what": event.what, "digest": event.digest, "generation": event.generation}
         names = {"principal": who.principal, "key": who.key} if who else {}
-        print_json({**facts, "operation": seen.operation, "route": seen.route, **names})
+        print_json({**facts, "operation": event.operation, "route": event.route, **names})
         return
-    at = time.strftime("%H:%M:%S", time.localtime(seen.at)) + f".{int(seen.at % 1 * 1000):03}"
+    at = time.strftime("%H:%M:%S", time.localtime(event.at)) + f".{int(event.at % 1 * 1000):03}"
     name = " ".join(escaped(part) for part in (who.principal, who.operation, who.key) if part) if who else ""
-    words = (f"generation {seen.generation}", escaped(seen.route), name)
-    click.echo(f"{at}  {seen.what:<15} {seen.digest}  {'  '.join(filter(None, words))}")
+    words = (f"generation {event.generation}", escaped(event.route), name)
+    click.echo(f"{at}  {event.what:<15} {event.digest}  {'  '.join(filter(None, words))}")
 
 
 def print_json(value: object) -> None:

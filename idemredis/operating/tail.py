@@ -1,41 +1,35 @@
-"""What happens in the ledger, as it happens: seen from outside in the rows, and told by whoever publishes its events.
+"""What happens in the ledger, as it happens, seen from outside in the rows.
 
-Rows: a server tells a connection that asked (`CLIENT TRACKING ON BCAST PREFIX`) which names were written. It costs one
-list entry a write while somebody tails, and nothing otherwise. The row is read after the fact, so a claim and a
-completion that follow at once may show as one line.
+A server sends the names that were written to a connection that asked for it (`CLIENT TRACKING ON BCAST PREFIX`). It
+costs one list entry a write while somebody tails, and nothing otherwise. The row is read after the fact, so a claim and
+a completion that follow at once may show as one line.
 
-Events: what writes nothing (`fenced`, `reused`, `replayed`) is in no row. A ledger with a `Publisher` among its
-observers PUBLISHes each event: one small command an event, from a thread of its own, listener or not.
+What writes nothing (`fenced`, `reused`, `replayed`) is in no row; it is shown where the application has a
+`telemetry.Publisher`.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
-import logging
-import os
 import queue
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
-import redis
+from ..core.keys import row_prefix
+from ..core.outcomes import Row
+from ..events import digest
+from ..inspection.rows import RowSummary, look
+from ..store.clients import Client
+from ..store.errors import ERRORS, is_refusal, map_error
+from ..store.nodes import Node, one_connection, own_client, primaries
+from ..telemetry.publisher import channel
 
-from .. import clients
-from ..clients import ERRORS, Client
-from ..events import Event
-from ..keys import digest
-from ..operations import Row
-from .nodes import Node, primaries
-from .rows import Found, look, prefix
-
-__all__ = ["Publisher", "Seen", "Tail", "channel"]
-
-logger = logging.getLogger("idemredis")
+__all__ = ["Tail", "TailEvent"]
 
 INVALIDATED = "__redis__:invalidate"
 
@@ -45,11 +39,6 @@ WRITTEN = frozenset({"claimed", "taken_over", "completed", "failed", "released"}
 REMEMBERED = 10_000
 """Rows whose last state is kept, to tell what changed."""
 
-QUEUED = 1_000
-"""Events that wait to be published; the next ones are dropped, and counted."""
-
-_POOL_OWN = ("maint_", "orig_", "himport_")  # what redis-py's own pool adds to the options that it was given
-
 CLOCKS_DIFFER = 2.0
 """Seconds that the clocks of two well-kept hosts differ by at the very most."""
 
@@ -57,79 +46,8 @@ LISTEN_FOR = 0.2
 """Seconds after which a listener looks whether it is to end, and `look` returns with what there is."""
 
 
-def channel(namespace: str) -> str:
-    """Return the name of the channel that a namespace's events are published on."""
-    return f"{prefix(namespace)}idemredis-events"
-
-
-class Publisher:
-    """An observer that publishes each event as JSON on the namespace's channel, for `idemredis tail`.
-
-    It never blocks the caller and never raises: events wait in a bounded queue for a thread of its own, and are
-    dropped when Redis is away or slow.
-
-    Args:
-        client: any sync redis-py client; the ledger's own will do.
-        namespace: the ledger's.
-
-    Attributes:
-        dropped: events that were never sent.
-    """
-
-    def __init__(self, client: Client, namespace: str = "idem") -> None:
-        self._client: Any = client
-        self._channel = channel(namespace)
-        self.dropped = 0
-        self._forget()
-        atexit.register(self.close)
-
-    def _forget(self) -> None:
-        """Begin with nothing, as a forked child does: what its parent queued is the parent's to send."""
-        self._process = os.getpid()
-        self._queue: queue.Queue[Event | None] = queue.Queue(QUEUED)
-        self._lock = threading.RLock()  # the garbage collector may bring an event in the middle of another
-        self._thread: threading.Thread | None = None
-
-    def __call__(self, event: Event) -> None:
-        """Queue an event."""
-        if self._process != os.getpid():
-            self._forget()
-        if self._thread is None or not self._thread.is_alive():
-            self._start()
-        try:
-            self._queue.put_nowait(event)
-        except queue.Full:
-            self.dropped += 1
-
-    def close(self, seconds: float = 1.0) -> None:
-        """Publish what waits, for at most so many seconds, and end the thread."""
-        thread = self._thread
-        if thread is not None and thread.is_alive():
-            try:
-                self._queue.put(None, timeout=seconds)
-            except queue.Full:
-                return
-            thread.join(seconds)
-
-    def _start(self) -> None:
-        with self._lock:
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="idemredis-publisher", daemon=True)
-                self._thread.start()
-
-    def _run(self) -> None:
-        while (event := self._queue.get()) is not None:
-            told = {name: value for name, value in asdict(event).items() if value is not None}
-            try:
-                self._client.execute_command("PUBLISH", self._channel, json.dumps(told, separators=(",", ":")))
-            except ERRORS as error:
-                self.dropped += 1
-                if self.dropped == 1:
-                    logger.warning("events cannot be published, and are dropped (this is said once): %s", error)
-
-
 @dataclass(frozen=True, slots=True)
-class Seen:
+class TailEvent:
     """One thing that happened.
 
     Attributes:
@@ -145,7 +63,7 @@ class Seen:
     at: float
     what: str
     digest: str
-    row: Found | None
+    row: RowSummary | None
     generation: int
     operation: str
     route: str
@@ -165,7 +83,7 @@ class Tail:
     def __init__(self, client: Client, namespace: str) -> None:
         self._client = client
         self._namespace = namespace
-        self._known: OrderedDict[str, Found | None] = OrderedDict()
+        self._known: OrderedDict[str, RowSummary | None] = OrderedDict()
         self._open = ExitStack()
         self._heard: queue.SimpleQueue[tuple[Node, dict[str, Any] | Exception]] = queue.SimpleQueue()
         self._ending = threading.Event()
@@ -191,7 +109,7 @@ class Tail:
         self._ending.set()
         self._open.close()
 
-    def look(self) -> Iterator[Seen]:
+    def look(self) -> Iterator[TailEvent]:
         """Yield what happened since the last look, waiting for it a little.
 
         Raises:
@@ -204,14 +122,14 @@ class Tail:
             except queue.Empty:
                 return
             if isinstance(message, Exception):
-                raise clients.ours(message, 0.0) from message
+                raise map_error(message, 0.0) from message
             yield from self._read(node, message)
             timeout = 0.0
 
     def _listen(self, node: Node, first: bool) -> None:
         """Events go to every node of a cluster, so they are heard on one; each node tells of its own rows only."""
         try:
-            own = _own_client(node)
+            own = own_client(node)
             self._open.callback(own.close)
             listener = own.pubsub()
             self._open.callback(listener.close)
@@ -223,7 +141,7 @@ class Tail:
             if channels:
                 listener.subscribe(*channels)
         except ERRORS as error:
-            raise clients.ours(error, 0.0) from error
+            raise map_error(error, 0.0) from error
         if channels:
             thread = threading.Thread(target=self._hear, args=(node, listener), name="idemredis-tail", daemon=True)
             thread.start()
@@ -234,11 +152,13 @@ class Tail:
         try:
             listener.execute_command("CLIENT", "ID")
             number = listener.parse_response()
-            tracker: Node = redis.Redis(connection_pool=own.connection_pool, single_connection_client=True)
+            tracker = one_connection(own)
             self._open.callback(tracker.close)
-            words = ("BCAST", "PREFIX", prefix(self._namespace))
+            words = ("BCAST", "PREFIX", row_prefix(self._namespace))
             tracker.execute_command("CLIENT TRACKING", "ON", "REDIRECT", number, *words)
-        except redis.ResponseError as error:
+        except ERRORS as error:
+            if not is_refusal(error):
+                raise
             self.sees_rows = False
             self.why_not = str(error)
 
@@ -251,7 +171,7 @@ class Tail:
         except ERRORS as error:
             self._heard.put((node, error))
 
-    def _read(self, node: Node, message: dict[str, Any]) -> Iterator[Seen]:
+    def _read(self, node: Node, message: dict[str, Any]) -> Iterator[TailEvent]:
         if message["type"] != "message":
             return
         name, data = message["channel"], message["data"]
@@ -264,13 +184,13 @@ class Tail:
         try:
             event = json.loads(data)
             facts = (int(event["generation"]), event["operation"], event["route"])
-            seen = Seen(time.time(), event["name"], event["digest"], None, *facts)
+            seen = TailEvent(time.time(), event["name"], event["digest"], None, *facts)
         except (ValueError, TypeError, KeyError):
             return  # anybody with the right to publish may have sent it
         if not (self.sees_rows and seen.what in WRITTEN):
             yield seen
 
-    def _happened(self, node: Node, row: str) -> Seen | None:
+    def _happened(self, node: Node, row: str) -> TailEvent | None:
         [found] = look(self._client, node, [row])
         before = self._known.get(row)
         self._known[row] = found
@@ -282,10 +202,10 @@ class Tail:
             return None
         at = found or before
         facts = (at.generation, at.identity.operation, at.row.route if at.row else "") if at else (0, "", "")
-        return Seen(time.time(), what, digest(row), found, *facts)
+        return TailEvent(time.time(), what, digest(row), found, *facts)
 
 
-def _what(before: Found | None, found: Found | None) -> str | None:
+def _what(before: RowSummary | None, found: RowSummary | None) -> str | None:
     """Say what changed; without a row before, what the row itself tells."""
     if found is None:
         return "gone"
@@ -305,14 +225,6 @@ def _is_new(row: Row) -> bool:
     return row.created_at is None or time.time() - row.created_at - row.age < CLOCKS_DIFFER
 
 
-def _extended(before: Found | None, row: Row) -> str:
+def _extended(before: RowSummary | None, row: Row) -> str:
     noted = before.row.checkpoint_seq if before is not None and before.row is not None else 0
     return "checkpointed" if row.checkpoint_seq > noted else "renewed"
-
-
-def _own_client(node: Node) -> Node:
-    """Return a client with connections of its own, which end with it, and of the older protocol: see `Tail._track`."""
-    pool = node.connection_pool
-    kept = {name: value for name, value in node.get_connection_kwargs().items() if not name.startswith(_POOL_OWN)}
-    options = {**kept, "protocol": 2}
-    return redis.Redis(connection_pool=redis.ConnectionPool(connection_class=pool.connection_class, **options))

@@ -1,0 +1,249 @@
+"""One pure function a script: arguments in, a `Call` out, whose `decode` reads the raw reply as an outcome.
+
+Seconds become milliseconds here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+
+from ..errors import CorruptRow, LedgerUnavailable, NotDurable
+from .keys import Identity
+from .outcomes import Done, Fenced, InProgress, Lost, Renewed, Replay, Reused, Row, Stale
+from .reservation import Lease, Reservation
+from .response import StoredResponse
+
+__all__ = [
+    "Call",
+    "MakeReservation",
+    "acknowledged",
+    "checkpoint",
+    "claim",
+    "complete",
+    "fail",
+    "milliseconds",
+    "read",
+    "release",
+    "renew",
+    "takeover",
+]
+
+T = TypeVar("T")
+
+LONGEST_NUMBER = 15
+"""Digits that the scripts, and JSON readers, hold exactly."""
+
+MakeReservation: TypeAlias = Callable[..., Reservation]
+"""Called with what `Reservation` is made of; a ledger adds its way to save checkpoints."""
+
+Reply = Sequence[Any]  # what Redis answered: a word, the call's token, then bytes and integers
+
+_reads = count(1)  # numbers the reads of this process
+
+
+class Call(NamedTuple, Generic[T]):
+    """One script to run on one row. Its reply repeats `token`, so a reply to another call is noticed."""
+
+    script: str
+    row: str
+    token: str
+    args: tuple[str | bytes | int, ...]
+    decode: Callable[[Reply, float], T]
+    durable: bool = False  # it counts only once `min_replicas` have it
+
+    def outcome(self, reply: Reply, sent: float) -> T:
+        """Read the reply to this call, which was sent at `sent` by the local monotonic clock.
+
+        Raises:
+            CorruptRow: the row is not one of ours.
+            LedgerUnavailable: the reply belongs to another call.
+        """
+        if reply[1] != self.token.encode():
+            raise LedgerUnavailable(
+                f"the reply to {self.script} belongs to another call; the connection is out of step"
+            )
+        return self.decode(reply, sent)
+
+
+def claim(
+    identity: Identity,
+    owner: str,
+    fingerprint: str,
+    lease: float,
+    retention: float,
+    created_at: float,
+    route: str,
+    make: MakeReservation = Reservation,
+) -> Call[Reservation | Replay | InProgress | Stale | Reused]:
+    def decode(reply: Reply, sent: float) -> Reservation | Replay | InProgress | Stale | Reused:
+        match reply[0]:
+            case b"claimed":
+                return _reservation(make, identity, owner, fingerprint, lease, route, reply, sent)
+            case b"replay":
+                _, _, status, generation, *response = reply
+                return Replay(StoredResponse.decode(*response), int(generation), status == b"failed")
+            case b"in_progress":
+                return InProgress(int(reply[2]) / 1000)
+            case b"stale":
+                _checkpoint(reply[3:])  # one that cannot be read is found before the takeover, not after it
+                return Stale(int(reply[2]))
+            case b"reused":
+                return Reused()
+            case _:
+                raise CorruptRow(reply[2].decode())
+
+    times = (milliseconds(lease), milliseconds(retention), milliseconds(created_at))
+    return Call("claim", identity.row, owner, (owner, fingerprint, *times, route), decode, durable=True)
+
+
+def takeover(
+    identity: Identity,
+    generation: int,
+    owner: str,
+    fingerprint: str,
+    lease: float,
+    retention: float,
+    route: str,
+    make: MakeReservation = Reservation,
+) -> Call[Reservation | Lost]:
+    def decode(reply: Reply, sent: float) -> Reservation | Lost:
+        if reply[0] == b"lost":
+            return Lost()
+        return _reservation(make, identity, owner, fingerprint, lease, route, reply, sent)
+
+    args = (generation, owner, fingerprint, milliseconds(lease), milliseconds(retention))
+    return Call("takeover", identity.row, owner, args, decode, durable=True)
+
+
+def complete(r: Reservation, response: StoredResponse, retention: float) -> Call[Done | Fenced]:
+    return _finish("complete", r, response, retention)
+
+
+def fail(r: Reservation, response: StoredResponse, retention: float) -> Call[Done | Fenced]:
+    return _finish("fail", r, response, retention)
+
+
+def release(identity: Identity, generation: int, owner: str, retention: float) -> Call[Done | Fenced]:
+    return Call("release", identity.row, owner, (generation, owner, milliseconds(retention)), _done)
+
+
+def renew(r: Reservation, retention: float) -> Call[Renewed | Fenced]:
+    lease = r.lease.duration
+    args = (r.generation, r.owner, milliseconds(lease), milliseconds(retention))
+    return Call("renew", r.identity.row, r.owner, args, _renewed(lease))
+
+
+def checkpoint(r: Reservation, name: str, data: str, retention: float) -> Call[Renewed | Fenced]:
+    lease = r.lease.duration
+    args = (r.generation, r.owner, milliseconds(lease), milliseconds(retention), name, data, r.lease.next_checkpoint())
+    return Call("checkpoint", r.identity.row, r.owner, args, _renewed(lease))
+
+
+def read(identity: Identity, *, body: bool = True) -> Call[Row | None]:
+    """Read the row; without its body, only the body's length is sent by the server."""
+
+    def decode(reply: Reply, sent: float) -> Row | None:
+        return None if reply[0] == b"none" else _row(identity, reply, body)
+
+    token = str(next(_reads))
+    return Call("read", identity.row, token, (token, int(body)), decode)
+
+
+def acknowledged(outcome: T, replicas: int, required: int) -> T:
+    """Return the outcome, unless it wrote and fewer replicas than required have the write.
+
+    Raises:
+        NotDurable: the write was made here, and may be lost in a failover.
+    """
+    if isinstance(outcome, (Reservation, Done)) and replicas < required:
+        raise NotDurable(
+            f"{replicas} of the {required} replicas required acknowledged in time",
+            acknowledged=replicas,
+            required=required,
+        )
+    return outcome
+
+
+def milliseconds(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+def _finish(script: str, r: Reservation, response: StoredResponse, retention: float) -> Call[Done | Fenced]:
+    args = (r.generation, r.owner, milliseconds(retention), *response.encode())
+    return Call(script, r.identity.row, r.owner, args, _done, durable=True)
+
+
+def _reservation(
+    make: MakeReservation,
+    identity: Identity,
+    owner: str,
+    fingerprint: str,
+    lease: float,
+    route: str,
+    reply: Reply,
+    sent: float,
+) -> Reservation:
+    last, number = _checkpoint(reply[3:])
+    return make(identity, fingerprint, int(reply[2]), owner, last, Lease(lease, sent, number), route)
+
+
+def _done(reply: Reply, sent: float) -> Done | Fenced:
+    return Fenced() if reply[0] == b"fenced" else Done()
+
+
+def _renewed(lease: float) -> Callable[[Reply, float], Renewed | Fenced]:
+    return lambda reply, sent: Fenced() if reply[0] == b"fenced" else Renewed(sent + lease)
+
+
+def _row(identity: Identity, reply: Reply, body: bool) -> Row:
+    word, _, pttl, *fields = reply
+    ttl = None if pttl < 0 else pttl / 1000
+    if word == b"corrupt":
+        raise CorruptRow(fields[0].decode(), ttl)
+    status, generation, owner, fingerprint, lease, retention, created_at, route, *rest = fields
+    try:
+        response_status, response_headers, response_body, response_omitted, *noted = rest
+        response, body_bytes = None, 0
+        if response_status:
+            body_bytes = len(response_body) if body else int(response_body)
+            response = StoredResponse.decode(
+                response_status, response_headers, response_body if body else b"", response_omitted
+            )
+        last, sequence = _checkpoint(noted if noted[2] else ())
+    except CorruptRow as error:
+        raise CorruptRow(error.why, ttl) from None
+    return Row(
+        identity,
+        status.decode(),
+        int(generation),
+        _text(owner),
+        _text(fingerprint),
+        int(lease) / 1000,
+        int(retention) / 1000,
+        ttl,
+        int(created_at) / 1000 if created_at.isdigit() and len(created_at) <= LONGEST_NUMBER else None,
+        _text(route),
+        response,
+        body_bytes,
+        last,
+        sequence,
+    )
+
+
+def _checkpoint(fields: Sequence[bytes]) -> tuple[tuple[str, Any] | None, int]:
+    """Return the checkpoint and its number; None and 0 where there are no fields."""
+    if not fields:
+        return None, 0
+    name, data, sequence = fields
+    try:
+        return (name.decode(), json.loads(data)), int(sequence)
+    except (ValueError, RecursionError) as error:
+        raise CorruptRow(f"the checkpoint cannot be read: {error}") from None
+
+
+def _text(value: bytes) -> str:
+    """Return what another program may have written, for people to read."""
+    return value.decode("utf-8", "backslashreplace")

@@ -1,0 +1,160 @@
+"""`StoredResponse`: the answer that is kept for every retry, and its form in the row."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from ..errors import CorruptRow, InvalidResponse
+
+__all__ = [
+    "NULL_BODY_STATUSES",
+    "OMISSIONS",
+    "REPLAY_HEADERS",
+    "Omission",
+    "StoredResponse",
+    "filter_headers",
+    "storable_names",
+]
+
+Omission = Literal["", "too_large", "not_wanted", "not_encodable", "broken_off"]
+
+OMISSIONS = frozenset({"", "too_large", "not_wanted", "not_encodable", "broken_off"})
+
+REPLAY_HEADERS = (
+    "content-type",
+    "content-encoding",
+    "content-language",
+    "content-disposition",
+    "etag",
+    "last-modified",
+    "location",
+    "link",
+)
+"""The headers that describe the body or lead on from it. Anything else belongs to one delivery, not to the answer."""
+
+NULL_BODY_STATUSES = frozenset({204, 205, 304})
+"""RFC 9110 §15.3.5, §15.3.6, §15.4.5: these have no content."""
+
+_NEVER_KEPT = frozenset(
+    {
+        "connection",
+        "content-length",
+        "date",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "set-cookie",
+        "set-cookie2",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+    }
+)
+HEADERS_REMEMBERED = 256
+"""Sets of headers whose JSON is kept: most answers of a service have one of a few."""
+
+_HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
+_HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """An answer as it is stored and replayed.
+
+    Attributes:
+        status: 100 to 999.
+        headers: (name, value) pairs, repeated ones repeated.
+        body: the raw bytes.
+        omitted: why there is no body ("" when there is one): `too_large`, `not_wanted`, `not_encodable` or
+            `broken_off`. A row with one is a tombstone: it is not run again, and not replayed in part.
+
+    Raises:
+        InvalidResponse: a part has the wrong type, or a header could not be sent as it is.
+    """
+
+    status: int
+    headers: tuple[tuple[str, str], ...] = ()
+    body: bytes = b""
+    omitted: Omission = ""
+
+    def __post_init__(self) -> None:
+        if type(self.status) is not int or not 100 <= self.status <= 999:
+            raise InvalidResponse(f"a status must be an int from 100 to 999, not {self.status!r}")
+        if not isinstance(self.body, bytes):
+            raise InvalidResponse(f"a body must be bytes, not {type(self.body).__name__}; encode it first")
+        if self.omitted not in OMISSIONS:
+            raise InvalidResponse(f"omitted must be one of {sorted(OMISSIONS)}, not {self.omitted!r}")
+        if not isinstance(self.headers, tuple):
+            raise InvalidResponse(f"headers must be a tuple of (name, value) pairs, not {type(self.headers).__name__}")
+        try:
+            _check_headers(self.headers)
+        except InvalidResponse:
+            raise
+        except TypeError as unhashable:
+            raise InvalidResponse(f"headers must be a tuple of (name, value) pairs of str ({unhashable})") from None
+
+    def without_body(self, why: Omission) -> StoredResponse:
+        """Return the tombstone of this answer: its status, and why the rest was not kept."""
+        return StoredResponse(self.status, omitted=why)
+
+    def encode(self) -> tuple[int, str, bytes, str]:
+        """Return (response_status, response_headers, response_body, response_omitted) as the row has them."""
+        return self.status, _write_headers(self.headers), self.body, self.omitted
+
+    @classmethod
+    def decode(cls, status: bytes, headers: bytes, body: bytes, omitted: bytes) -> StoredResponse:
+        """Read an answer back from a row's fields.
+
+        Raises:
+            CorruptRow: a field is not what `encode` writes. A header that someone edited into two is found here.
+        """
+        try:
+            return cls(int(status), _read_headers(headers), body, omitted.decode())  # type: ignore[arg-type]  # checked
+        except (ValueError, TypeError, RecursionError) as error:
+            raise CorruptRow(f"the stored response cannot be read: {error}") from None
+
+
+def storable_names(names: Iterable[str]) -> frozenset[str]:
+    """Return `names` in lower case, less those that no setting can make part of a stored answer.
+
+    `Set-Cookie` belongs to one client; the hop-by-hop ones (RFC 9110 §7.6.1), `Date` and `Content-Length` to one
+    delivery.
+    """
+    return frozenset(map(str.lower, names)) - _NEVER_KEPT
+
+
+def filter_headers(headers: Iterable[tuple[str, str]], replayed: frozenset[str]) -> tuple[tuple[str, str], ...]:
+    """Return the headers that belong to the answer, in their order, repeated ones repeated."""
+    return tuple((name, value) for name, value in headers if name.lower() in replayed)
+
+
+@lru_cache(HEADERS_REMEMBERED)
+def _check_headers(headers: tuple[object, ...]) -> None:
+    for pair in headers:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
+            raise InvalidResponse(f"a header must be a (name, value) pair of str, not {type(pair).__name__}")
+        name, value = pair
+        if not _HEADER_NAME.match(name):
+            raise InvalidResponse(f"a header name must be a token (RFC 9110 §5.1), not {name!r}")
+        if not _HEADER_VALUE.match(value):
+            raise InvalidResponse(f"the value of header {name!r} has a control character, or one outside latin-1")
+
+
+@lru_cache(HEADERS_REMEMBERED)
+def _write_headers(headers: tuple[tuple[str, str], ...]) -> str:
+    return json.dumps(headers, separators=(",", ":"))
+
+
+@lru_cache(HEADERS_REMEMBERED)
+def _read_headers(text: bytes) -> tuple[tuple[str, str], ...]:
+    pairs = json.loads(text)
+    if not (isinstance(pairs, list) and all(isinstance(pair, list) for pair in pairs)):
+        raise ValueError("response_headers is not a list of pairs")
+    return tuple(tuple(pair) for pair in pairs)

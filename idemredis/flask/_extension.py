@@ -1,0 +1,217 @@
+"""Sets an application up: settings, ledger, and the decorators."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+
+from flask import Blueprint, Flask, current_app, request
+
+from ..core.keys import valid_principal
+from ..core.reservation import Reservation
+from ..core.settle import ON_ERROR
+from ..errors import ConfigurationError, InvalidPrincipal
+from ..events import Observer
+from ..ledger import Ledger
+from ..policy import check_seconds
+from ..store.clients import Client
+from ..web.body import Environ, RequestBody
+from ..web.settings import LEDGER_SETTINGS, PREFIX, Settings, in_settings
+from ._request import EXTENSION, Options, State, run_protected, tear_down
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication
+
+__all__ = ["Idempotency"]
+
+View = TypeVar("View", bound=Callable[..., Any])
+Exempt = TypeVar("Exempt", bound=Callable[..., Any] | Blueprint)
+
+_OPTIONS = "__idemredis_options__"
+_EXEMPT = "__idemredis_exempt__"
+
+
+class Idempotency:
+    """Protects the unsafe methods of an application with Idempotency-Key.
+
+    Args:
+        app: to set up now; or call `init_app` later, for as many applications as there are.
+        principal: whose key it is: a function, called within the request after authentication (the application's
+            `before_request` functions), or a constant for a service with a single tenant. Where it returns None or
+            nothing, the answer is 401.
+        client: a redis-py client of the caller's, in place of `IDEMREDIS_URL`.
+        ledger: a `Ledger` of the caller's, in place of that and of the settings that a ledger has.
+        observers: called with each `Event`.
+
+    Raises:
+        ConfigurationError: the principal is a constant that cannot be one, or both a client and a ledger are given.
+    """
+
+    def __init__(
+        self,
+        app: Flask | None = None,
+        *,
+        principal: Callable[[], object] | object,
+        client: Client | None = None,
+        ledger: Ledger | None = None,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        if client is not None and ledger is not None:
+            raise ConfigurationError("give a client or a ledger, not both: the ledger has its client")
+        if ledger is not None and not isinstance(ledger, Ledger):
+            raise ConfigurationError(f"ledger must be a Ledger (not an AsyncLedger), not {type(ledger).__name__}")
+        self._principal = principal if callable(principal) else _constant(principal)
+        self._client = client
+        self._ledger = ledger
+        self._observers = tuple(observers)
+        if app is not None:
+            self.init_app(app)
+
+    def init_app(self, app: Flask) -> None:
+        """Read the application's settings, make its ledger, and hook in. Doing it again reads the settings anew.
+
+        Raises:
+            ConfigurationError: a setting is unknown or cannot work, or the application has another `Idempotency`.
+        """
+        settings = Settings.read(app.config.get_namespace(PREFIX, lowercase=False))
+        before: State | None = app.extensions.get(EXTENSION)
+        if before is not None and before.extension is not self:
+            raise ConfigurationError(f"the application {app.name!r} has an Idempotency already; use one for each")
+        state = State(self, self._make_ledger(settings), settings)
+        if before is None:
+            app.teardown_request(tear_down)  # refused by Flask once the application has served a request
+            app.wsgi_app = functools.partial(_record_body, app, app.wsgi_app)  # type: ignore[method-assign]
+        app.extensions[EXTENSION] = state
+        if settings.protect_all and not (before and before.settings.protect_all):
+            app.dispatch_request = functools.partial(_dispatch, app.dispatch_request)  # type: ignore[method-assign]
+
+    @overload
+    def protect(self, view: View) -> View: ...
+
+    @overload
+    def protect(
+        self,
+        *,
+        required: bool | None = None,
+        lease: float | None = None,
+        wait: float | None = None,
+        operation: str = "",
+        on_error: str | None = None,
+        fingerprint: Callable[[], object] | None = None,
+        recover: Callable[[Reservation], Any] | None = None,
+    ) -> Callable[[View], View]: ...
+
+    def protect(self, view: View | None = None, **options: Any) -> View | Callable[[View], View]:
+        """Claim the key before the view runs; `@protect`, or `@protect(...)` with options for this view.
+
+        Args:
+            view: a view, a `MethodView`'s method, or (as one of its `decorators`) a whole `MethodView`.
+            **options: `required` (False: without a key the view runs unprotected), `lease` and `wait` in seconds,
+                `operation` (keys of different operations do not meet), `on_error` ("release", "hold", "store"),
+                `fingerprint` (called within the request; returns a str, or any JSON value to be hashed) and `recover`
+                (called on a takeover with the `Reservation`; returns what the view would return, or None to run it, or
+                raises `HoldForReview`).
+
+        Raises:
+            ConfigurationError, TypeError: an option cannot work.
+        """
+        chosen = _checked(Options(**options))
+
+        def decorate(view: View) -> View:
+            is_async = inspect.iscoroutinefunction(view)
+
+            @functools.wraps(view)
+            def protected(*args: Any, **kwargs: Any) -> Any:
+                run = current_app.ensure_sync(view) if is_async else view
+                return run_protected(chosen, functools.partial(run, *args, **kwargs))
+
+            setattr(protected, _OPTIONS, chosen)
+            return cast(View, protected)
+
+        return decorate if view is None else decorate(view)
+
+    def exempt(self, view: Exempt) -> Exempt:
+        """Leave a view, a `MethodView` (or a method of one) or a blueprint out of `IDEMREDIS_PROTECT_ALL`."""
+        setattr(view, _EXEMPT, True)
+        return view
+
+    def principal(self) -> object:
+        """Return whose request this is, as the application says."""
+        return self._principal()
+
+    def _make_ledger(self, settings: Settings) -> Ledger:
+        if self._ledger is not None:
+            if doubled := sorted(settings.given & LEDGER_SETTINGS):
+                raise ConfigurationError(
+                    f"{PREFIX}{doubled[0]} is the ledger's own setting; set it where the ledger is made, or give none"
+                )
+            return self._ledger
+        make: Callable[..., Ledger]
+        if self._client is not None:
+            if settings.url is not None:
+                raise ConfigurationError(f"{PREFIX}URL and a client are both given; remove one")
+            make = functools.partial(Ledger, self._client)
+        elif settings.url is None:
+            raise ConfigurationError(f"{PREFIX}URL is not set; set it to a redis:// URL, or memory:// for a first try")
+        else:
+            make = functools.partial(Ledger.from_url, settings.url, socket_timeout=settings.socket_timeout)
+        try:
+            return make(settings.policy, settings.namespace, self._observers, log_keys=settings.log_keys)
+        except ConfigurationError as error:
+            raise in_settings(error) from None
+
+
+def _record_body(app: Flask, wsgi_app: WSGIApplication, environ: Environ, start_response: StartResponse) -> Any:
+    """Before anything of the application: something may read the body before the claim."""
+    if "HTTP_IDEMPOTENCY_KEY" in environ:
+        state: State = app.extensions[EXTENSION]
+        if environ["REQUEST_METHOD"].upper() in state.settings.methods:
+            RequestBody(environ).record()
+    return wsgi_app(environ, start_response)
+
+
+def _dispatch(dispatch: Callable[..., Any], *args: Any) -> Any:
+    """`PROTECT_ALL`: after the `before_request` functions, so after authentication."""
+    state: State = current_app.extensions[EXTENSION]
+    if not state.settings.protect_all or request.method not in state.settings.methods or request.endpoint is None:
+        return dispatch(*args)
+    view = current_app.view_functions[request.endpoint]
+    if any(hasattr(current_app.blueprints[name], _EXEMPT) for name in request.blueprints):
+        return dispatch(*args)
+    if _marked(view, _EXEMPT) or _marked(view, _OPTIONS):  # a decorated view has options of its own
+        return dispatch(*args)
+    return run_protected(Options(), functools.partial(dispatch, *args))
+
+
+def _marked(view: Any, mark: str) -> bool:
+    """A mark is on the view, on its `MethodView` class, or on the method that serves this request."""
+    view_class = getattr(view, "view_class", None)
+    method = getattr(view_class, request.method.lower(), None)
+    return any(hasattr(place, mark) for place in (view, view_class, method) if place is not None)
+
+
+def _constant(principal: object) -> Callable[[], object]:
+    try:
+        valid_principal(principal)
+    except InvalidPrincipal as error:
+        raise ConfigurationError(f"{error}; give Idempotency a function, or a constant for a single tenant") from None
+    return lambda: principal
+
+
+def _checked(options: Options) -> Options:
+    if not isinstance(options.operation, str):
+        raise ConfigurationError(f"operation must be a str, not {options.operation!r}")
+    if not isinstance(options.required, bool | None):
+        raise ConfigurationError(f"required must be True or False, not {options.required!r}")
+    for name, function in (("fingerprint", options.fingerprint), ("recover", options.recover)):
+        if function is not None and not callable(function):
+            raise ConfigurationError(f"{name} must be a function, not {function!r}")
+    if options.lease is not None:
+        check_seconds("lease", options.lease)
+    if options.wait:
+        check_seconds("wait", options.wait)
+    if options.on_error is not None and options.on_error not in ON_ERROR:
+        raise ConfigurationError(f"on_error must be one of {', '.join(ON_ERROR)}, not {options.on_error!r}")
+    return options

@@ -1,0 +1,91 @@
+"""`current_reservation`: the reservation of the code that is running, wherever that is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, cast
+
+from ..core.reservation import Reservation
+from ..errors import NoReservation
+
+__all__ = ["current_reservation", "look_also_in", "running"]
+
+_current: ContextVar[Reservation | None] = ContextVar("idemredis_reservation", default=None)
+
+_elsewhere: list[Callable[[], Reservation | None]] = []
+
+
+@contextmanager
+def running(r: Reservation) -> Iterator[None]:
+    """Make it the current reservation for the block."""
+    token = _current.set(r)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def look_also_in(find: Callable[[], Reservation | None]) -> None:
+    """Ask `find` where no block of `running` is open: a door knows its request also after the view has returned."""
+    _elsewhere.append(find)
+
+
+def _find() -> Reservation | None:
+    r = _current.get()
+    if r is None:
+        for find in _elsewhere:
+            if (r := find()) is not None:
+                return r
+    return r
+
+
+def _get() -> Reservation:
+    r = _find()
+    if r is None:
+        raise NoReservation(
+            "there is no reservation here: no protected view or `once` function is running, or it runs without a key"
+        )
+    return r
+
+
+class _CurrentReservation:
+    """Stands for the reservation of the code that is running; falsy where there is none."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_get(), name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(_get(), name, value)
+
+    def __bool__(self) -> bool:
+        return _find() is not None
+
+    def __eq__(self, other: object) -> bool:
+        return _find() == other
+
+    def __hash__(self) -> int:
+        return hash(_get())
+
+    def __repr__(self) -> str:
+        r = _find()
+        return "<no current reservation>" if r is None else repr(r)
+
+    def __dir__(self) -> list[str]:
+        return dir(Reservation)
+
+    @property  # type: ignore[misc]  # so that it is an instance of what it stands for
+    def __class__(self) -> type:
+        r = _find()
+        return _CurrentReservation if r is None else type(r)
+
+
+current_reservation: Reservation = cast(Reservation, _CurrentReservation())
+"""The `Reservation` of the protected view or `once` function that is running; falsy where there is none.
+
+Raises:
+    NoReservation: an attribute is asked for where there is none.
+"""

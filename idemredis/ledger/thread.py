@@ -1,0 +1,153 @@
+"""Runs a ledger's background work in one daemon thread."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from ..core.flows import GivenUp, InBackground, Sleep
+from ..core.operations import Call
+from ..core.reservation import Lease
+from .agenda import (
+    EXIT_WITHIN,
+    IDLE,
+    Agenda,
+    EmitEvent,
+    Heartbeat,
+    Job,
+    Result,
+    advance_all,
+    begin,
+    interrupt,
+    put_back,
+)
+
+__all__ = ["Background"]
+
+logger = logging.getLogger("idemredis")
+
+
+class Background:
+    """Runs the flows in one daemon thread: started when there is something to do, and anew after a fork."""
+
+    def __init__(self, run: Callable[[Sequence[Call[Any]]], list[Result]], emit: EmitEvent, name: str) -> None:
+        self._run = run
+        self._emit = emit
+        self._name = name
+        self.reset_after_fork()
+        _backgrounds.add(self)
+
+    def reset_after_fork(self) -> None:
+        """Begin with nothing, as a forked child does: what its parent holds is the parent's."""
+        self._lock = threading.RLock()  # the collector may settle an abandoned stream in the middle of anything here
+        self._changed = threading.Condition(self._lock)
+        self._agenda = Agenda()
+        self._in_hand: list[Job] = []
+        self._thread: threading.Thread | None = None
+        self._wakes_at = 0.0
+        self._closing = False
+
+    def run(self, wanted: InBackground) -> None:
+        """Run a flow; where there is no room for it, end it, and it emits what is lost."""
+        begun = begin(wanted, self._emit)
+        if begun is None:
+            return
+        job, due = begun
+        with self._lock:
+            if room := self._agenda.add(job, due):
+                self._wake_by(due)
+        if not room:
+            job.advance(GivenUp(), self._emit)
+
+    def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat) -> None:
+        """Start a heartbeat when it is first due, unless the lease has ended by then."""
+        with self._lock:
+            self._agenda.add_heartbeat(lease, heartbeat)
+            self._wake_by(lease.first_heartbeat_at)
+
+    def close(self, seconds: float = EXIT_WITHIN) -> None:
+        """End the thread; try what is still to be stored once more, for about `seconds`, and emit what is lost."""
+        until = time.monotonic() + seconds
+        with self._lock:
+            self._closing = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+        with self._lock:
+            interrupted, self._in_hand = self._in_hand, []
+            jobs = interrupt(interrupted, self._emit) + self._agenda.clear()
+            self._closing = False
+        for job in jobs:
+            if time.monotonic() < until and isinstance(call := job.advance(time.monotonic(), self._emit), Call):
+                job.advance(self._run([call])[0], self._emit)
+            job.advance(GivenUp(), self._emit)
+            self._agenda.remove(job)
+
+    def _wake_by(self, due: float) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process has too many, or is ending; then `close` does what it can
+                logger.error("no thread for the ledger's background work, until there is more of it: %s", error)
+            else:
+                self._thread = thread
+        elif due < self._wakes_at:
+            self._changed.notify()
+
+    def _loop(self) -> None:
+        while True:
+            with self._lock:
+                jobs = self._agenda.take(time.monotonic())
+                if not jobs:
+                    due = self._agenda.due_at()
+                    now = time.monotonic()
+                    self._wakes_at = now + IDLE if due is None else due
+                    if not self._closing:
+                        self._changed.wait(max(self._wakes_at - now, 0.0))
+                    self._wakes_at = 0.0
+                    if self._closing or (due is None and self._agenda.due_at() is None):
+                        self._thread = None
+                        return
+                    continue
+                self._in_hand = [job for job in jobs if not job.is_heartbeat]
+            slept = self._run_calls(jobs)
+            with self._lock:
+                self._in_hand = []
+                put_back(self._agenda, jobs, slept)
+
+    def _run_calls(self, jobs: list[Job]) -> dict[Job, Sleep]:
+        """Run the calls of all these flows together, until each sleeps or ends."""
+        slept: dict[Job, Sleep] = {}
+        results: list[Result] = [time.monotonic()] * len(jobs)
+        while jobs:
+            jobs, calls = advance_all(jobs, results, slept, self._emit)
+            try:
+                results = self._run(calls) if calls else []
+            except Exception as error:  # not Redis's doing: each flow gets the error, and the thread goes on
+                results = [error] * len(jobs)
+        return slept
+
+
+_backgrounds: WeakSet[Background] = WeakSet()
+
+
+def _reset_all() -> None:
+    for background in list(_backgrounds):
+        background.reset_after_fork()
+
+
+def _close_all() -> None:
+    for background in list(_backgrounds):
+        background.close()
+
+
+os.register_at_fork(after_in_child=_reset_all)
+atexit.register(_close_all)

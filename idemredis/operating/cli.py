@@ -1,0 +1,109 @@
+"""`idemredis`: what is in the ledger, is this Redis fit for it, what is happening now.
+
+Exit codes: 0 done; 1 a problem was found, or it was refused; 2 the server cannot be reached, or wrong usage.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import click
+
+from ..errors import (
+    ConfigurationError,
+    IdempotencyError,
+    InvalidKey,
+    InvalidPrincipal,
+    InvalidResponse,
+    LedgerUnavailable,
+)
+from ..store.clients import SOCKET_TIMEOUT
+from ..store.errors import is_denied, is_refusal
+from .commands import COMMANDS, EXIT_CODES, Session
+
+__all__ = ["Commands", "audit_log_option", "log_audit", "main"]
+
+_audit = logging.getLogger("idemredis.audit")
+
+
+class Commands(click.Group):
+    """Says what went wrong in one line, by the exit codes."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(ctx)
+        except LedgerUnavailable as error:
+            cause = error.__cause__ or error
+            if is_denied(cause):
+                _end(1, f"this user may not do that: {cause} (`idemredis acl` prints what each user needs)")
+            if is_refusal(cause):
+                _end(1, f"refused: {cause}")
+            _end(2, f"cannot reach the server: {cause}")
+        except (ConfigurationError, InvalidKey, InvalidPrincipal, InvalidResponse) as error:
+            _end(2, str(error))
+        except IdempotencyError as error:
+            _end(1, str(error))
+
+
+def _end(code: int, message: str) -> None:
+    click.echo(f"idemredis: {message}", err=True)
+    raise SystemExit(code)
+
+
+audit_log_option = click.option(
+    "--audit-log",
+    envvar="IDEMREDIS_AUDIT_LOG",
+    show_envvar=True,
+    type=click.Path(dir_okay=False),
+    help="File that gets a line for each release, resolve and forget; else stderr.",
+)
+
+
+@click.group(cls=Commands, epilog=EXIT_CODES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--url",
+    envvar="IDEMREDIS_URL",
+    show_envvar=True,
+    default="redis://127.0.0.1:6379/0",
+    show_default=True,
+    help="Of the server, or of any server of a cluster: redis://, rediss://, unix://.",
+)
+@click.option(
+    "--namespace",
+    envvar="IDEMREDIS_NAMESPACE",
+    show_envvar=True,
+    default="idem",
+    show_default=True,
+    help="First part of every row's name.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0.01),
+    default=SOCKET_TIMEOUT,
+    show_default=True,
+    help="Seconds to wait for a reply of the server.",
+)
+@audit_log_option
+@click.version_option(package_name="idemredis")
+@click.pass_context
+def main(ctx: click.Context, url: str, namespace: str, timeout: float, audit_log: str | None) -> None:
+    """Look at an Idempotency-Key ledger, and settle its rows by hand."""
+    ctx.obj = Session(url, namespace, timeout)
+    ctx.call_on_close(ctx.obj.close)
+    log_audit(ctx, audit_log)
+
+
+def log_audit(ctx: click.Context, path: str | None) -> None:
+    """Write the log of releases, resolutions and deletions to a file, or to stderr, while the command runs."""
+    handler = logging.FileHandler(path) if path else logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
+    _audit.addHandler(handler)
+    _audit.setLevel(logging.INFO)
+    ctx.call_on_close(lambda: _audit.removeHandler(handler))
+    ctx.call_on_close(handler.close)
+
+
+for _command in COMMANDS:
+    main.add_command(_command)

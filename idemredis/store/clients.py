@@ -1,0 +1,139 @@
+"""Where a client comes from, and which clients a ledger can use."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, TypeAlias, cast
+
+import redis
+import redis.asyncio
+import redis.asyncio.retry
+from redis.backoff import EqualJitterBackoff
+from redis.retry import Retry
+
+from ..errors import ConfigurationError
+
+__all__ = [
+    "SOCKET_TIMEOUT",
+    "AsyncClient",
+    "Client",
+    "async_client",
+    "check_async",
+    "check_sync",
+    "client",
+    "clone",
+    "is_cluster",
+    "socket_timeout",
+]
+
+logger = logging.getLogger("idemredis")
+
+Client: TypeAlias = "redis.Redis | redis.RedisCluster"
+AsyncClient: TypeAlias = "redis.asyncio.Redis | redis.asyncio.RedisCluster"
+
+SOCKET_TIMEOUT = 1.0
+"""Seconds for one reply. A claim takes 0.1 ms; a server that needs a second is down for the client who waits."""
+
+RETRIES = 1
+"""How often a client of ours reconnects by itself: for a pooled connection that the server has closed since. Timeouts
+and further retries belong to the flows, which know whether a retry is safe."""
+
+_BACKOFF_CAP, _BACKOFF_BASE = 0.1, 0.01  # seconds; within the bound that a 503 is promised in
+
+_memories: dict[str, Any] = {}
+
+
+def client(url: str, socket_timeout: float = SOCKET_TIMEOUT) -> Client:
+    """Make a client with timeouts and retries of ours for `redis://`, `rediss://`, `unix://` or `memory://`."""
+    if url.startswith("memory:"):
+        return cast(Client, _fakeredis().FakeRedis(server=_memory(url)))
+    retry = Retry(EqualJitterBackoff(_BACKOFF_CAP, _BACKOFF_BASE), RETRIES, (redis.ConnectionError,))
+    return cast(Client, _from_url(redis.Redis.from_url, url, socket_timeout, retry))
+
+
+def async_client(url: str, socket_timeout: float = SOCKET_TIMEOUT) -> AsyncClient:
+    """Make an asyncio client with timeouts and retries of ours; see `client` for the URLs."""
+    if url.startswith("memory:"):
+        return cast(AsyncClient, _fakeredis().FakeAsyncRedis(server=_memory(url)))
+    retry = redis.asyncio.retry.Retry(
+        EqualJitterBackoff(_BACKOFF_CAP, _BACKOFF_BASE), RETRIES, (redis.ConnectionError,)
+    )
+    return cast(AsyncClient, _from_url(redis.asyncio.Redis.from_url, url, socket_timeout, retry))
+
+
+def clone(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
+    """Return another client of the same server and settings, with connections of its own."""
+    pool = client.connection_pool
+    return type(client).from_pool(type(pool)(pool.connection_class, **pool.connection_kwargs))
+
+
+def check_sync(candidate: object) -> None:
+    """Refuse what `Ledger` cannot drive.
+
+    Raises:
+        ConfigurationError: it is an asyncio client, or no client at all.
+    """
+    if isinstance(candidate, (redis.asyncio.Redis, redis.asyncio.RedisCluster)):
+        raise ConfigurationError(f"Ledger needs a sync client, not {_path(candidate)}; use AsyncLedger, or redis.Redis")
+    _check(candidate)
+
+
+def check_async(candidate: object) -> None:
+    """Refuse what `AsyncLedger` cannot drive.
+
+    Raises:
+        ConfigurationError: it is a sync client, or no client at all.
+    """
+    if isinstance(candidate, (redis.Redis, redis.RedisCluster)):
+        raise ConfigurationError(
+            f"AsyncLedger needs an asyncio client, not {_path(candidate)}; use redis.asyncio.Redis"
+        )
+    _check(candidate)
+
+
+def is_cluster(candidate: object) -> bool:
+    return isinstance(candidate, (redis.RedisCluster, redis.asyncio.RedisCluster))
+
+
+def socket_timeout(candidate: Client | AsyncClient) -> float | None:
+    """Return how many seconds the client waits for a reply; None when it waits for ever or does not say."""
+    kwargs: dict[str, Any] = candidate.get_connection_kwargs()
+    return kwargs.get("socket_timeout")
+
+
+def _from_url(make: Any, url: str, socket_timeout: float, retry: object) -> Any:
+    try:
+        return make(url, socket_timeout=socket_timeout, socket_connect_timeout=socket_timeout, retry=retry)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"the URL cannot be used: {error} (it may also be memory://, for one process)"
+        ) from None
+
+
+def _check(candidate: object) -> None:
+    if isinstance(candidate, type) or not callable(getattr(candidate, "execute_command", None)):
+        raise ConfigurationError(f"a ledger needs a redis-py client, not {_path(candidate)}; Ledger.from_url makes one")
+
+
+def _path(candidate: object) -> str:
+    return f"{type(candidate).__module__}.{type(candidate).__qualname__}"
+
+
+def _fakeredis() -> Any:
+    try:
+        import fakeredis
+        import lupa  # noqa: F401  # without it fakeredis has no scripts
+    except ImportError as missing:
+        raise ConfigurationError(f"memory:// needs {missing.name}; pip install 'idemredis[memory]'") from None
+    return fakeredis
+
+
+def _memory(url: str) -> Any:
+    """One store a name; `memory://` alone is a new one each time."""
+    logger.warning(
+        "%s keeps the ledger in this process alone: nothing is shared with other processes, all is lost at exit", url
+    )
+    name = url.removeprefix("memory:").strip("/")
+    if not name:
+        return _fakeredis().FakeServer()
+    return _memories.setdefault(name, _fakeredis().FakeServer())

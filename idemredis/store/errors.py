@@ -1,0 +1,85 @@
+"""redis-py's errors in our terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from redis.exceptions import (
+    AskError,
+    AuthenticationError,
+    AuthorizationError,
+    MaxConnectionsError,
+    NoPermissionError,
+    RedisClusterException,
+    RedisError,
+    ResponseError,
+    WatchError,
+)
+
+from ..errors import CorruptRow, IdempotencyError, LedgerUnavailable
+
+__all__ = [
+    "ERRORS",
+    "WatchError",
+    "capture_error",
+    "is_denied",
+    "is_refusal",
+    "is_wrong_password",
+    "leaves_unknown",
+    "map_error",
+]
+
+ERRORS = (RedisError, RedisClusterException, OSError)
+"""What a call may raise because of the server or the way to it."""
+
+_NEVER_SENT = (MaxConnectionsError, AuthenticationError, AuthorizationError)
+
+_DENIED = ("NOPERM", "permissions", "can't run this command")
+"""In what servers say of a command that an ACL denies. Of one in a script redis-py makes a plain ResponseError."""
+
+
+def leaves_unknown(error: Exception) -> bool:
+    """Whether the command may have run all the same. A reply that is an error says that nothing was done."""
+    return not isinstance(error, (ResponseError, *_NEVER_SENT))
+
+
+def map_error(error: Exception, seconds: float, *, unknown: bool = False) -> IdempotencyError:
+    """Return our error for one of `ERRORS`, raised after so many seconds.
+
+    Args:
+        unknown: the script may have run, whatever the error says.
+    """
+    text = str(error) or type(error).__name__
+    if "WRONGTYPE" in text:  # Redis 6.2 prefixes the errors of scripts, which hides their kind from redis-py's classes
+        return CorruptRow("it is not a hash")
+    if isinstance(error, AskError):
+        text = f"the row's slot is moving to {error.host}:{error.port}"
+    unknown = unknown or leaves_unknown(error)
+    verdict = "it is not known whether it ran" if unknown else "it did not run"
+    mapped = LedgerUnavailable(f"Redis did not serve the call ({text}); {verdict}", seconds=seconds, unknown=unknown)
+    mapped.__cause__ = error
+    return mapped
+
+
+def is_denied(error: BaseException) -> bool:
+    """Whether the server's ACL denies the user a command, in a script or outside."""
+    return isinstance(error, NoPermissionError) or any(sign in str(error) for sign in _DENIED)
+
+
+def is_refusal(error: BaseException | None) -> bool:
+    """Whether the server answered, and refused."""
+    return isinstance(error, ResponseError) and not is_wrong_password(error)
+
+
+def is_wrong_password(error: BaseException | None) -> bool:
+    """Whether the server does not know the user or the password."""
+    return isinstance(error, AuthenticationError)
+
+
+def capture_error(run: Callable[..., Any], *args: Any) -> Any:
+    """Return what `run` returns, or the error of ours that it raises."""
+    try:
+        return run(*args)
+    except IdempotencyError as error:
+        return error

@@ -1,0 +1,106 @@
+"""Plain commands, to each server that a sync client knows: what an operator asks beside the scripts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import redis
+from redis import RedisCluster
+
+from ..errors import LedgerUnavailable
+from . import clients
+from .clients import Client
+from .errors import ERRORS, is_refusal, map_error
+from .evaluate import Words, send
+
+__all__ = ["Node", "address", "ask", "ask_all", "connect", "holder", "one_connection", "own_client", "primaries"]
+
+_POOL_OWN = ("maint_", "orig_", "himport_")  # what redis-py's own pool adds to the options that it was given
+
+Node: TypeAlias = Any
+"""A `redis.Redis` of one server; its commands come in too many shapes to be typed."""
+
+
+def connect(url: str, socket_timeout: float = clients.SOCKET_TIMEOUT) -> Client:
+    """Make a client for the server at the URL; where that is one of a cluster, for the whole cluster.
+
+    Raises:
+        ConfigurationError: the URL cannot be used.
+        LedgerUnavailable: no server answered there.
+    """
+    made = clients.client(url, socket_timeout)
+    try:
+        ask(made, "CLUSTER SLOTS")
+    except LedgerUnavailable as error:
+        if is_refusal(error.__cause__):  # no cluster; or this user may not ask, and then it is none
+            return made
+        raise
+    sent = time.monotonic()
+    try:
+        return RedisCluster.from_url(url, socket_timeout=socket_timeout, socket_connect_timeout=socket_timeout)
+    except ERRORS as error:
+        raise map_error(error, time.monotonic() - sent) from error
+
+
+def primaries(client: Client) -> list[Node]:
+    """Return a client of each server that may hold rows: the one there is, or every primary of a cluster."""
+    if not clients.is_cluster(client):
+        return [client]
+    cluster: Any = client
+    return [cluster.get_redis_connection(node) for node in cluster.get_primaries()]
+
+
+def holder(client: Client, row: str) -> Node:
+    """Return a client of the server that holds the row."""
+    if not clients.is_cluster(client):
+        return client
+    cluster: Any = client
+    return cluster.get_redis_connection(cluster.get_node_from_key(row))
+
+
+def address(node: Node) -> str:
+    """Return host:port, or the path of a socket; never a password."""
+    if not hasattr(node, "get_connection_kwargs"):  # a node of an asyncio cluster
+        return f"{node.host}:{node.port}"
+    options: Mapping[str, Any] = node.get_connection_kwargs()
+    return str(options["path"]) if "path" in options else f"{options.get('host', '?')}:{options.get('port', '?')}"
+
+
+def ask(node: Node, *words: str | bytes | int) -> Any:
+    """Send one command.
+
+    Raises:
+        LedgerUnavailable: the server did not answer, or refused.
+        CorruptRow: what it is about is not a hash.
+    """
+    [reply] = ask_all(node, [words])
+    if isinstance(reply, Exception):
+        raise reply
+    return reply
+
+
+def ask_all(node: Node, commands: Sequence[Words]) -> list[Any]:
+    """Send many in one round trip; where one fails, our error for it stands in the place of its reply."""
+    sent = time.monotonic()
+    return [
+        map_error(reply, time.monotonic() - sent) if isinstance(reply, ERRORS) else reply
+        for reply in send(node, commands)
+    ]
+
+
+def own_client(node: Node) -> Node:
+    """Return a client with connections of its own, which end with it, and of the older protocol.
+
+    A connection that speaks RESP2 gets the names of written rows as messages of a channel.
+    """
+    pool = node.connection_pool
+    kept = {name: value for name, value in node.get_connection_kwargs().items() if not name.startswith(_POOL_OWN)}
+    options = {**kept, "protocol": 2}
+    return redis.Redis(connection_pool=redis.ConnectionPool(connection_class=pool.connection_class, **options))
+
+
+def one_connection(node: Node) -> Node:
+    """Return a client that keeps one of the node's connections for itself."""
+    return redis.Redis(connection_pool=node.connection_pool, single_connection_client=True)

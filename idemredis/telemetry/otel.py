@@ -1,0 +1,140 @@
+"""OpenTelemetry for the ledger's events: `pip install 'idemredis[otel]'`, and give a ledger this observer.
+
+    Ledger.from_url(url, observers=[Telemetry()])
+
+Names are the same in every service; no label has a key, a principal or a digest, so their number stays small.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigurationError
+from ..events import Event, EventName
+
+if TYPE_CHECKING:
+    from opentelemetry.metrics import CallbackOptions, MeterProvider, Observation
+    from opentelemetry.trace import TracerProvider
+
+__all__ = ["MOST_NAMES", "OTHER_NAME", "Telemetry"]
+
+MOST_NAMES = 100
+"""Operations, and routes, that are labels of their own: they are functions and endpoints, so this is plenty."""
+
+OTHER_NAME = "other"
+"""The label of every further one: each distinct label costs memory, here and in the metrics server."""
+
+HELD_AT_MOST = 900.0
+"""Seconds for which a reservation counts as held when its end is never emitted; the default of `max_hold`."""
+
+BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+"""Seconds. A call takes 0.1 ms on a server nearby, and is given up after 2 s."""
+
+_BEGIN = frozenset[EventName]({"claimed", "taken_over"})
+_END = frozenset[EventName]({"completed", "failed", "released", "fenced", "held_for_review", "completion_lost"})
+_CLAIM = frozenset[EventName]({"claimed", "taken_over", "replayed", "in_progress", "reused"})
+_COMPLETION = frozenset[EventName]({"completed", "failed", "released", "fenced", "completion_lost"})
+_BAD = frozenset[EventName]({"fenced", "completion_lost", "unavailable"})
+
+
+class Telemetry:
+    """An observer that makes metrics and spans of events.
+
+    - counter `idempotency.outcomes`, by `outcome` (an event's name), `operation` and `route`
+    - histogram `idempotency.call.duration` in seconds, by `script` and `outcome`
+    - gauge `idempotency.reservations.held` of this process
+    - a span `idempotency.claim` for each claim, and `idempotency.completion` for each end of an attempt, within the
+      request's own span, with the row's digest
+
+    Args:
+        meters: where metrics go; by default the application's global provider.
+        traces: where spans go; by default the application's global provider.
+
+    Raises:
+        ConfigurationError: OpenTelemetry's API is not installed.
+    """
+
+    def __init__(self, meters: MeterProvider | None = None, traces: TracerProvider | None = None) -> None:
+        try:
+            from opentelemetry import metrics, trace
+        except ImportError:
+            raise ConfigurationError("Telemetry needs OpenTelemetry's API; pip install 'idemredis[otel]'") from None
+        self._observation = metrics.Observation
+        self._error = trace.Status(trace.StatusCode.ERROR)
+        self._tracer = trace.get_tracer("idemredis", tracer_provider=traces)
+        meter = metrics.get_meter("idemredis", meter_provider=meters)
+        self._outcomes = meter.create_counter("idempotency.outcomes", description="What became of protected operations")
+        self._calls = meter.create_histogram(
+            "idempotency.call.duration",
+            "s",
+            "How long Redis took for a script, the way there and back included",
+            explicit_bucket_boundaries_advisory=BUCKETS,
+        )
+        meter.create_observable_gauge(
+            "idempotency.reservations.held", [self._count_held], description="Attempts of this process that hold a row"
+        )
+        self._lock = threading.RLock()  # the garbage collector may bring an event in the middle of another
+        self._held: OrderedDict[tuple[str, int], float] = OrderedDict()
+        self._operations: set[str] = set()
+        self._routes: set[str] = set()
+
+    def __call__(self, event: Event) -> None:
+        """Count an event, and make a span of it."""
+        operation, route = _label(event.operation, self._operations), _label(event.route, self._routes)
+        self._outcomes.add(1, {"outcome": event.name, "operation": operation, "route": route})
+        self._hold(event)
+        if event.name in _CLAIM or (event.name == "unavailable" and not event.generation):
+            self._span("idempotency.claim", event)
+        elif event.name in _COMPLETION or event.name == "unavailable":
+            self._span("idempotency.completion", event)
+
+    def timed(self, script: str, seconds: float, outcome: str) -> None:
+        """Record how long one script took; a ledger calls this method of every observer that has it."""
+        self._calls.record(seconds, {"script": script, "outcome": outcome})
+
+    def _hold(self, event: Event) -> None:
+        attempt = (event.digest, event.generation)
+        with self._lock:
+            if event.name in _BEGIN:
+                self._held[attempt] = time.monotonic()
+            elif event.name in _END:
+                self._held.pop(attempt, None)
+
+    def _count_held(self, options: CallbackOptions) -> Iterable[Observation]:
+        long_ago = time.monotonic() - HELD_AT_MOST
+        with self._lock:
+            while self._held and next(iter(self._held.values())) < long_ago:
+                self._held.popitem(last=False)
+            held = len(self._held)
+        return [self._observation(held)]
+
+    def _span(self, name: str, event: Event) -> None:
+        """Make a span that is already over: an event is emitted in the thread where it happened, at its end."""
+        now = time.time_ns()
+        span = self._tracer.start_span(
+            name,
+            start_time=now - round(event.seconds * 1e9),
+            attributes={
+                "idempotency.outcome": event.name,
+                "idempotency.digest": event.digest,
+                "idempotency.generation": event.generation,
+                "idempotency.operation": event.operation,
+                "idempotency.route": event.route,
+            },
+        )
+        if event.name in _BAD:
+            span.set_status(self._error)
+        span.end(now)
+
+
+def _label(name: str, known: set[str]) -> str:
+    """Return the name, or one label for all names beyond the most that are kept apart."""
+    if name not in known:
+        if len(known) >= MOST_NAMES:
+            return OTHER_NAME
+        known.add(name)
+    return name

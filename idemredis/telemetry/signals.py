@@ -1,0 +1,37 @@
+"""The ledger's events as Flask (blinker) signals.
+
+    from idemredis.telemetry.signals import send, signals
+
+    idempotency = Idempotency(app, principal=…, observers=[send])
+    signals["fenced"].connect(page_somebody)        # page_somebody(sender, event)
+
+The sender is the application, or None for what happens in the background.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from blinker import NamedSignal, Namespace
+from flask import current_app, has_app_context
+
+from ..events import Event, EventName
+
+__all__ = ["send", "signals"]
+
+_namespace = Namespace()
+
+signals: Mapping[str, NamedSignal] = {
+    name: _namespace.signal(f"idempotency-{name.replace('_', '-')}") for name in get_args(EventName)
+}
+"""A signal for each event, by its name."""
+
+
+def send(event: Event) -> None:
+    """Send an event to whoever is connected to its signal; an observer. It costs nothing where nobody is."""
+    signal = signals[event.name]
+    if signal.receivers:
+        application: Any = current_app
+        sender = application._get_current_object() if has_app_context() else None
+        signal.send(sender, event=event)

@@ -1,0 +1,152 @@
+"""The HTTP contract: the key's header, and the response for each refusal."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from ..core.keys import valid_key
+from ..core.response import StoredResponse
+from ..errors import InvalidKey
+
+__all__ = ["REFUSALS", "SAFE_METHODS", "Contract", "Protocol", "parse_key"]
+
+Protocol: TypeAlias = Literal["default", "ietf"]
+
+SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
+"""RFC 9110 §9.2.1: these change nothing, so a key on them means nothing."""
+
+_QUOTED = re.compile(
+    r'"(?P<text>(?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"'
+    r'(?: *; *[a-z*][a-z0-9_\-.*]*(?:=(?:"(?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*"|[!#-+\--:<-\[\]-~]+))?)*\Z'
+)
+"""RFC 8941 §3.3.3: an sf-string, then parameters, which mean nothing here."""
+
+_BARE = re.compile(r"[!#-+\--:<-\[\]-~]+\Z")
+"""A key without quotes: printable, and none of space, quote, comma, semicolon or backslash."""
+
+REFUSALS = {
+    "idempotency_key_required": (400, "An idempotency key is required"),
+    "idempotency_key_invalid": (400, "The idempotency key is not valid"),
+    "idempotency_body_incomplete": (400, "The request body is incomplete"),
+    "idempotency_principal_required": (401, "Authentication is required"),
+    "idempotency_key_reused": (409, "The idempotency key was used for another request"),
+    "idempotency_key_in_progress": (409, "A request with this idempotency key is in progress"),
+    "idempotency_key_retry": (409, "Another retry was faster"),
+    "idempotency_length_required": (411, "The request needs a Content-Length"),
+    "idempotency_row_corrupt": (500, "The stored record cannot be read"),
+    "idempotency_response_not_stored": (500, "The original response was not stored"),
+    "idempotency_unavailable": (503, "The idempotency store is unavailable"),
+}
+"""Status (that of reuse is 422 under "ietf") and title of each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """The responses that clients are promised, in the protocol that the service has chosen.
+
+    Attributes:
+        protocol: "default", or "ietf" (draft-ietf-httpapi-idempotency-key-header-07).
+        docs_url: where the service documents its keys; the `type` and `Link` of a problem.
+        retry_after: upper limit of Retry-After, in seconds.
+    """
+
+    protocol: Protocol = "default"
+    docs_url: str | None = None
+    retry_after: float = 2.0
+
+    def key_required(self) -> StoredResponse:
+        return self.refuse("idempotency_key_required", "send an Idempotency-Key header that names this operation")
+
+    def key_invalid(self, error: InvalidKey) -> StoredResponse:
+        return self.refuse("idempotency_key_invalid", str(error))
+
+    def principal_required(self) -> StoredResponse:
+        return self.refuse("idempotency_principal_required", "a key belongs to an account; authenticate first")
+
+    def body_incomplete(self) -> StoredResponse:
+        return self.refuse("idempotency_body_incomplete", "fewer bytes arrived than were announced; send it again")
+
+    def length_required(self) -> StoredResponse:
+        return self.refuse(
+            "idempotency_length_required", "this server does not hand on a chunked body; send a Content-Length"
+        )
+
+    def key_reused(self) -> StoredResponse:
+        return self.refuse(
+            "idempotency_key_reused", "this key was used for another request; a new operation needs a new key"
+        )
+
+    def in_progress(self, lease: float) -> StoredResponse:
+        """`lease`: seconds that the running request's lease has left."""
+        wait = min(lease, self.retry_after)
+        return self.refuse(
+            "idempotency_key_in_progress",
+            "a request with this key is still running; ask again later",
+            retry_after=wait,
+            lease_ms=round(lease * 1000),
+            retry_after_ms=round(wait * 1000),
+        )
+
+    def lost_race(self) -> StoredResponse:
+        return self.refuse("idempotency_key_retry", "another retry took the request over; ask again", retry_after=0.0)
+
+    def row_corrupt(self) -> StoredResponse:
+        return self.refuse(
+            "idempotency_row_corrupt", "the record of this key cannot be read; the request was not run; contact support"
+        )
+
+    def unavailable(self) -> StoredResponse:
+        return self.refuse(
+            "idempotency_unavailable", "the request was not run; send it again", retry_after=self.retry_after
+        )
+
+    def not_stored(self, original: StoredResponse) -> StoredResponse:
+        return self.refuse(
+            "idempotency_response_not_stored",
+            f"the request was done before and answered {original.status}; the answer was not kept ({original.omitted})",
+            original_status=original.status,
+        )
+
+    def refuse(self, code: str, message: str, *, retry_after: float | None = None, **facts: int) -> StoredResponse:
+        """Return the response for one of `REFUSALS`, with `facts` as further members of its body."""
+        status, title = REFUSALS[code]
+        headers: list[tuple[str, str]] = []
+        if self.protocol == "ietf":
+            if code == "idempotency_key_reused":
+                status = 422
+            body = {"type": self.docs_url or "about:blank", "title": title, "status": status, "detail": message}
+            body |= {"error": code, **facts}
+            headers.append(("Content-Type", "application/problem+json"))
+            if self.docs_url:
+                headers.append(("Link", f'<{self.docs_url}>; rel="describedby"'))
+        else:
+            body = {"error": code, "message": message, **facts}
+            headers.append(("Content-Type", "application/json"))
+        if retry_after is not None:
+            headers.append(("Retry-After", str(max(1, math.ceil(retry_after)))))
+        return StoredResponse(status, tuple(headers), json.dumps(body).encode())
+
+
+def parse_key(header: str, protocol: Protocol) -> str:
+    """Return the key that an `Idempotency-Key` header names.
+
+    Under "ietf", `"abc"` and `abc` are the same key; under "default" quotes are part of it. Spaces and tabs around a
+    header's value are not (RFC 9110 §5.5).
+
+    Raises:
+        InvalidKey: it is empty, too long, not printable ASCII, or (under "ietf") neither one string nor a bare key.
+    """
+    value = header.strip(" \t")
+    if protocol == "default" or not value:
+        return valid_key(value)
+    if quoted := _QUOTED.match(value):
+        return valid_key(re.sub(r"\\(.)", r"\1", quoted["text"]))
+    if _BARE.match(value):
+        return valid_key(value)
+    raise InvalidKey(
+        'the header must be one quoted string, such as "8e03978e-40d5", or a bare key without , ; " or space'
+    )

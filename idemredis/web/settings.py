@@ -1,0 +1,204 @@
+"""The `IDEMREDIS_` settings of an application: names, defaults, and checks."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..core.fingerprint import FINGERPRINT_HEADERS
+from ..core.response import REPLAY_HEADERS, storable_names
+from ..core.settle import ON_ERROR, OnError
+from ..errors import ConfigurationError
+from ..policy import Policy, check_seconds
+from ..store.clients import SOCKET_TIMEOUT
+from .contract import SAFE_METHODS, Contract, Protocol
+
+__all__ = ["DEFAULTS", "LEDGER_SETTINGS", "PREFIX", "Settings", "in_settings"]
+
+PREFIX = "IDEMREDIS_"
+
+DEFAULTS: Mapping[str, Any] = {
+    "URL": None,
+    "NAMESPACE": "idem",
+    "LEASE_SECONDS": 30,
+    "RETENTION_SECONDS": 86400,
+    "MAX_HOLD_SECONDS": 900,
+    "HEARTBEAT": True,
+    "METHODS": ("POST", "PUT", "PATCH", "DELETE"),
+    "REQUIRED": True,
+    "PROTECT_ALL": False,
+    "PROTOCOL": "default",
+    "DOCS_URL": None,
+    "FINGERPRINT_HEADERS": FINGERPRINT_HEADERS,
+    "REPLAY_HEADERS": REPLAY_HEADERS,
+    "MAX_BODY_BYTES": 16384,
+    "ON_ERROR": "release",
+    "WAIT_SECONDS": 0,
+    "RETRY_AFTER_SECONDS": 2,
+    "FAIL_OPEN": False,
+    "MIN_REPLICAS": 0,
+    "REPLICA_TIMEOUT_SECONDS": 0.5,
+    "SOCKET_TIMEOUT_SECONDS": SOCKET_TIMEOUT,
+    "LOG_KEYS": False,
+}
+"""Every setting. Times are seconds, sizes bytes."""
+
+LEDGER_SETTINGS = frozenset(
+    {
+        "URL",
+        "NAMESPACE",
+        "LEASE_SECONDS",
+        "RETENTION_SECONDS",
+        "MAX_HOLD_SECONDS",
+        "HEARTBEAT",
+        "MAX_BODY_BYTES",
+        "MIN_REPLICAS",
+        "REPLICA_TIMEOUT_SECONDS",
+        "SOCKET_TIMEOUT_SECONDS",
+        "LOG_KEYS",
+    }
+)
+"""Those that a ledger has already, where the application is given one."""
+
+_POLICY = {
+    "lease": "LEASE_SECONDS",
+    "retention": "RETENTION_SECONDS",
+    "max_hold": "MAX_HOLD_SECONDS",
+    "heartbeat": "HEARTBEAT",
+    "max_body": "MAX_BODY_BYTES",
+    "min_replicas": "MIN_REPLICAS",
+    "replica_timeout": "REPLICA_TIMEOUT_SECONDS",
+}
+_LEDGER = {**_POLICY, "URL": "URL", "socket_timeout": "SOCKET_TIMEOUT_SECONDS"}
+
+_TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """An application's settings, checked."""
+
+    url: str | None
+    namespace: str
+    policy: Policy
+    contract: Contract
+    methods: frozenset[str]
+    required: bool
+    protect_all: bool
+    fingerprint_headers: tuple[str, ...]
+    storable: frozenset[str]
+    on_error: OnError
+    wait: float
+    fail_open: bool
+    socket_timeout: float
+    log_keys: bool
+    given: frozenset[str]
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Settings:
+        """Read the settings that an application was given, by their names without the prefix.
+
+        Raises:
+            ConfigurationError: a name is unknown, or a value cannot work; it names the setting, the value and the fix.
+        """
+        for name in given:
+            if name not in DEFAULTS:
+                raise ConfigurationError(f"{PREFIX}{name} is not a setting{_near(name)}")
+        values = {**DEFAULTS, **given}
+        for name, (check, fix) in _CHECKS.items():
+            if not check(values[name]):
+                raise ConfigurationError(f"{PREFIX}{name} must be {fix}, not {values[name]!r}")
+        return cls(
+            url=values["URL"],
+            namespace=values["NAMESPACE"],
+            policy=_policy(values),
+            contract=Contract(_protocol(values["PROTOCOL"]), values["DOCS_URL"], values["RETRY_AFTER_SECONDS"]),
+            methods=frozenset(values["METHODS"]),
+            required=values["REQUIRED"],
+            protect_all=values["PROTECT_ALL"],
+            fingerprint_headers=tuple(values["FINGERPRINT_HEADERS"]),
+            storable=storable_names(values["REPLAY_HEADERS"]),
+            on_error=values["ON_ERROR"],
+            wait=values["WAIT_SECONDS"],
+            fail_open=values["FAIL_OPEN"],
+            socket_timeout=values["SOCKET_TIMEOUT_SECONDS"],
+            log_keys=values["LOG_KEYS"],
+            given=frozenset(given),
+        )
+
+
+def in_settings(error: ConfigurationError) -> ConfigurationError:
+    """Return what the policy or the ledger refused, with the names that the application knows."""
+    names = ", ".join(f"{PREFIX}{name} is {field}" for field, name in _LEDGER.items() if field in str(error))
+    return ConfigurationError(f"{error} ({names})" if names else str(error))
+
+
+def _policy(values: Mapping[str, Any]) -> Policy:
+    try:
+        return Policy(**{field: values[name] for field, name in _POLICY.items()})
+    except ConfigurationError as error:
+        raise in_settings(error) from None
+
+
+def _protocol(value: Any) -> Protocol:
+    return "ietf" if value == "ietf" else "default"
+
+
+def _near(name: str) -> str:
+    near = difflib.get_close_matches(name, DEFAULTS, 1, cutoff=0.5)
+    return f"; did you mean {PREFIX}{near[0]}?" if near else f"; the settings are {', '.join(DEFAULTS)}"
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_seconds(value: Any) -> bool:
+    try:
+        check_seconds("", value)
+    except ConfigurationError:
+        return False
+    return True
+
+
+def _are_headers(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and all(isinstance(name, str) and _TOKEN.match(name) for name in value)
+
+
+def _are_methods(value: Any) -> bool:
+    return (
+        isinstance(value, (tuple, list, set, frozenset))
+        and bool(value)
+        and all(isinstance(name, str) and name.isupper() and name not in SAFE_METHODS for name in value)
+    )
+
+
+_CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "URL": (
+        lambda value: value is None or (isinstance(value, str) and bool(value)),
+        "a redis://, rediss://, unix:// or memory:// URL",
+    ),
+    "NAMESPACE": (lambda value: isinstance(value, str) and bool(value), "a str that is not empty"),
+    "METHODS": (_are_methods, 'a tuple of unsafe methods in capitals, such as ("POST", "PATCH")'),
+    "REQUIRED": (_is_bool, "True or False"),
+    "PROTECT_ALL": (_is_bool, "True or False"),
+    "PROTOCOL": (lambda value: value in ("default", "ietf"), '"default" or "ietf"'),
+    "DOCS_URL": (
+        lambda value: value is None or (isinstance(value, str) and bool(re.match(r"https?://[!#-;=?-~]+\Z", value))),
+        "an http:// or https:// URL",
+    ),
+    "FINGERPRINT_HEADERS": (_are_headers, 'a tuple of header names, such as ("content-type",)'),
+    "REPLAY_HEADERS": (_are_headers, 'a tuple of header names, such as ("content-type", "location")'),
+    "ON_ERROR": (lambda value: value in ON_ERROR, '"release", "hold" or "store"'),
+    "WAIT_SECONDS": (
+        lambda value: (not _is_bool(value) and value == 0) or _is_seconds(value),
+        "a number of seconds, 0 or more",
+    ),
+    "RETRY_AFTER_SECONDS": (_is_seconds, "a number of seconds above 0"),
+    "FAIL_OPEN": (_is_bool, "True or False"),
+    "SOCKET_TIMEOUT_SECONDS": (_is_seconds, "a number of seconds above 0"),
+    "LOG_KEYS": (_is_bool, "True or False"),
+}
