@@ -144,8 +144,8 @@ def server_findings(server: Server, policy: Policy, row_bytes: float | None) -> 
             Finding(
                 "replication",
                 "problem",
-                f"the server refuses WAIT ({server.wait_refused}): with min_replicas={policy.min_replicas} every claim is "
-                "refused",
+                f"the server refuses WAIT ({server.wait_refused}): with min_replicas={policy.min_replicas} every "
+                "claim is refused",
                 "lower IDEMREDIS_MIN_REPLICAS to 0, and read docs/servers.md on what a failover can lose",
             )
         )
