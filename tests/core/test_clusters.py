@@ -136,10 +136,10 @@ def test_rows_grow_older_on_every_node_of_a_cluster_and_each_once(
         lambda: asyncio.run(whole_cluster_in_asyncio()),
     ]
     for generation, turn in enumerate(turns, 1):
-        for i in range(12):
+        for i in range(40):
             assert subject.claimed(f"acct_{i}", "key-1", "f").generation == generation
         turn()
-        rows = [subject.read(f"acct_{i}", "key-1") for i in range(12)]
+        rows = [subject.read(f"acct_{i}", "key-1") for i in range(40)]
         assert all(row is not None and row.stale and LEASE <= row.age < LEASE + SLACK for row in rows)
     assert all(map(dbsize, cluster.nodes))
 

@@ -14,7 +14,7 @@ __all__ = ["MISTAKES", "Broken", "TwoTrips"]
 _HOLDS = "if current[1] == 'pending' and current[2] == generation and current[3] == owner then"
 _FINISH = "if current[2] ~= generation or current[3] ~= owner then return {'fenced', owner} end"
 _STALE = "lease_left(attempt[5], attempt[6], ttl) <= 0"
-_EXTEND = "restart_clock(row, kept, retention, 'lease', lease)"
+_EXTEND = "set_clock(row, kept, retention, 'lease', lease)"
 _RESTART = "redis.call('PEXPIRE', row, retention)"
 
 MISTAKES: Mapping[str, tuple[str, str]] = {
@@ -54,9 +54,9 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
     ),
     "a transition writes the retention without the TTL": (_RESTART, ""),
     "a transition writes the TTL without the retention": ("kept ~= retention or select", "select"),
-    "a completion sent twice leaves the TTL": ("restart_clock(row, current[4], retention)", ""),
+    "a completion sent twice leaves the TTL": ("set_clock(row, current[4], retention)", ""),
     "a release sent twice leaves the TTL": (
-        "restart_clock(row, kept, retention)\n  return {'released'",
+        "set_clock(row, kept, retention)\n  return {'released'",
         "return {'released'",
     ),
     "a renewal sets the TTL to the lease": (

@@ -93,7 +93,8 @@ def _next(entries: Sequence[Entry], done: int, row: Row | None) -> Iterator[tupl
 
 def _candidates(entries: Sequence[Entry], done: int, row: Row | None) -> list[tuple[int, Row | None]]:
     open_until = math.inf
-    known, unknown = [], []
+    known: list[tuple[int, Row | None]] = []
+    unknown: list[tuple[int, Row | None]] = []
     for i, entry in enumerate(entries):
         if entry.start > open_until:
             break

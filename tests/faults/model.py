@@ -214,7 +214,7 @@ def _lease_left(row: Row, now: int) -> int:
 
 
 def _fault(row: Row) -> bytes:
-    """Return why nobody may run it, or b"". Without a TTL nobody can tell whether a lease is over; finished is finished."""
+    """Return why nobody may run it, or b"". Without a TTL nobody can tell how old a lease is."""
     if row.broken is not None:
         return row.broken.why
     return b"it is pending and has no TTL" if row.lasting and row.status == "pending" else b""

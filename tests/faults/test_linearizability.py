@@ -95,6 +95,14 @@ GOOD = {
         takeover(1, "b", 2, math.inf, age=LEASE),
         complete(2, "b", 4, 5, b"completed"),
     ],
+    "a takeover sent twice, and delivered once more to the row that came after": [
+        claim("a", 0, 1, b"claimed", b"1"),
+        takeover(1, "b", 2, math.inf, b"claimed", b"2", age=LEASE + 7),
+        takeover(1, "b", 3, 4, b"claimed", b"2", age=LEASE),
+        vanish(5, 6, b"1"),
+        claim("c", 7, 8, b"claimed", b"1"),
+        complete(2, "b", 9, 10, b"completed"),
+    ],
     "a lease that ends while the script looks": [
         claim("a", 0, 1, b"claimed", b"1"),
         claim("b", 2, 3, b"stale", b"1", seen=left(LEASE - 2, passed=3)),

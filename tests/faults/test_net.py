@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -11,7 +13,7 @@ from tests.support.proxy import Proxy
 from tests.support.servers import Server
 
 from .broken import MISTAKES, Broken, TwoTrips
-from .linearizability import violations
+from .linearizability import Entry, TooHard, violations
 from .machine import Machine
 from .recording import RecordingRedis, play, settled, troubled
 
@@ -20,11 +22,20 @@ SEEDS = range(30)
 
 SEEN_FROM_OUTSIDE = (
     "no fence at the completion",
+    "the fence is the generation alone",
     "no fence at renewals",
+    "the owner is ignored by renewals",
     "a takeover does not raise the generation",
+    "a lease that has not ended is taken over",
     "a claim takes a running lease for stale",
     "a claim does not know its own row",
+    "a completion is stored twice",
     "a claim does not compare the fingerprint",
+    "a transition writes the retention without the TTL",
+    "a renewal sets the TTL to the lease",
+    "the elapsed time may be negative",
+    "a read makes the row younger",
+    "a renewal answers with the token of another call",
 )
 
 
@@ -56,9 +67,9 @@ def test_the_history_checker_finds_a_broken_script(mistake: str, valkey_server: 
     scripts = Broken(load(), *MISTAKES[mistake])
     with Proxy(valkey_server.port) as proxy, valkey_server.client() as near:
         for seed in SEEDS:
-            proxy.choose(troubled(seed, 0.05))
+            proxy.choose(troubled(seed))
             name = f"{namespace}-{seed}"
-            if violations(settled(near, name, play(proxy.port, near, name, seed, scripts=scripts))):
+            if is_wrong(settled(near, name, play(proxy.port, near, name, seed, scripts=scripts))):
                 return
     pytest.fail(f"{mistake}: not found in {len(SEEDS)} games")
 
@@ -70,6 +81,13 @@ def test_the_history_checker_finds_a_claim_of_two_round_trips(valkey_server: Ser
     with valkey_server.client() as near:
         for seed in SEEDS:
             name = f"{namespace}-{seed}"
-            if violations(settled(near, name, play(valkey_server.port, near, name, seed, client=Racing))):
+            if is_wrong(settled(near, name, play(valkey_server.port, near, name, seed, client=Racing))):
                 return
     pytest.fail(f"not found in {len(SEEDS)} games")
+
+
+def is_wrong(history: list[Entry]) -> bool:
+    """What takes too long to be decided proves nothing: the next game may."""
+    with suppress(TooHard):
+        return bool(violations(history))
+    return False

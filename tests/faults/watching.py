@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from idemredis.scripts import Script
 
-__all__ = ["Run", "Seen", "run_at", "ran", "watched"]
+__all__ = ["Run", "Seen", "ran", "run_at", "watched"]
 
 _WATCHED = """
 local function script()
