@@ -19,8 +19,7 @@ from embedded import running, valkey
 from gateway import SLOW, Gateway
 from proof import prove, wait_for
 
-from idemredis import KeyInProgress, Ledger
-from idemredis.worker import current_reservation
+from idemredis import KeyInProgress, Ledger, current_reservation
 
 REDIS = os.environ.get("SHOP_REDIS", "redis://127.0.0.1:6379/0")
 GATEWAY = os.environ.get("SHOP_GATEWAY", "gateway.sqlite3")

@@ -16,7 +16,7 @@ import redis
 from embedded import valkey
 
 from idemredis import Ledger, Policy, Reservation, StoredResponse, fingerprint_value
-from idemredis.operating.nodes import connect, primaries
+from idemredis.store.nodes import connect, primaries
 
 SOON = 0.05
 """Seconds of a lease that nobody renews."""

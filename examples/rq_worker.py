@@ -20,8 +20,7 @@ from gateway import SLOW, Gateway
 from proof import prove, wait_for
 from rq import Queue, Retry
 
-from idemredis import Ledger
-from idemredis.worker import current_reservation
+from idemredis import Ledger, current_reservation
 
 REDIS = os.environ.get("SHOP_REDIS", "redis://127.0.0.1:6379/0")
 GATEWAY = os.environ.get("SHOP_GATEWAY", "gateway.sqlite3")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .support.clock import TurnedClock
-from .support.servers import Memory, Server, start
-from .support.subject import AnyServer, MakeSubject, Mode, Subject
+from tests.support.clock import TurnedClock
+from tests.support.clusters import Cluster
+from tests.support.servers import Server
+from tests.support.started import Servers
+from tests.support.subject import AnyServer, MakeSubject, Mode, Subject
+
+pytest_plugins = ["tests.support.site", "tests.support.worker", "tests.support.place"]
 
 _namespaces = count(1)
 
@@ -23,37 +26,6 @@ def pytest_configure() -> None:
     """A shell ignores Ctrl-C for what runs in the background, and so would all that the tests start and end by it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-class Servers:
-    """Each kind of server, started when a test first asks for it."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._started: dict[str, Server | Memory] = {}
-        self.used: list[AnyServer] = []
-
-    def get(self, kind: str) -> AnyServer:
-        """Return the server of that kind, to be looked over when the test ends."""
-        if kind == "redis" and shutil.which("redis-server") is None:
-            missing = "there is no redis-server on PATH"
-            if os.environ.get("CI"):
-                pytest.fail(missing)
-            pytest.skip(missing)
-        if kind not in self._started:
-            self._started[kind] = Memory() if kind == "fakeredis" else start(kind, self._directory / kind)
-        server = self._started[kind]
-        self.watch(server)
-        return server
-
-    def watch(self, server: AnyServer) -> None:
-        """Look this server over when the test ends: every key left on it must expire."""
-        if server not in self.used:
-            self.used.append(server)
-
-    def stop(self) -> None:
-        for server in self._started.values():
-            server.stop()
 
 
 @pytest.fixture(scope="session")
@@ -90,6 +62,19 @@ def real_server(request: pytest.FixtureRequest, every_key_left_expires: Servers)
 @pytest.fixture
 def valkey_server(every_key_left_expires: Servers) -> Server:
     return _real(every_key_left_expires.get("valkey"))
+
+
+@pytest.fixture(scope="session")
+def started_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with ExitStack() as stack:
+        yield Cluster(stack, tmp_path_factory.mktemp("cluster"))
+
+
+@pytest.fixture
+def cluster(started_cluster: Cluster, every_key_left_expires: Servers) -> Cluster:
+    for node in started_cluster.nodes:
+        every_key_left_expires.watch(node)
+    return started_cluster
 
 
 @pytest.fixture(params=["sync", "async"])

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from idemredis.http import REFUSALS
-from idemredis.settings import DEFAULTS, PREFIX
+from idemredis.web.contract import REFUSALS
+from idemredis.web.settings import DEFAULTS, PREFIX
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from idemredis.http import REFUSALS, Contract
-from idemredis.settings import DEFAULTS
-
-from .support.servers import Server
+from idemredis.web.contract import REFUSALS, Contract
+from idemredis.web.settings import DEFAULTS
+from tests.support.servers import Server
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -15,8 +15,8 @@ from flask import Flask
 from werkzeug.test import EnvironBuilder
 
 from idemredis import AsyncLedger, Ledger, Policy, Replay, Reservation, StoredResponse
+from idemredis.core.scripts import load
 from idemredis.flask import Idempotency
-from idemredis.scripts import load
 from tests.support.servers import Server
 
 from .turns import Figure, in_turns

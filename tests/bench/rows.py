@@ -18,7 +18,7 @@ from typing import Any
 import redis
 
 from idemredis import Ledger
-from idemredis.scripts import load
+from idemredis.core.scripts import load
 from tests.support.servers import Server, start
 from tests.support.waiting import wait_until
 

@@ -36,7 +36,7 @@ from flask import Flask, request
 from werkzeug.serving import make_server
 
 from idemredis.flask import Idempotency, current_reservation
-from idemredis.http import REFUSALS
+from idemredis.web.contract import REFUSALS
 from tests.support.proxy import Proxy
 from tests.support.servers import Server
 from tests.support.waiting import wait_until

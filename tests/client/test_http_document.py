@@ -13,10 +13,10 @@ from openapi_schema_validator import OAS31Validator
 from openapi_spec_validator import validate
 from openapi_spec_validator.readers import read_from_filename
 
+from idemredis import StoredResponse
+from idemredis.core.keys import MAX_KEY_LENGTH, valid_key
 from idemredis.errors import InvalidKey
-from idemredis.http import REFUSALS, Contract
-from idemredis.keys import MAX_KEY_LENGTH, valid_key
-from idemredis.responses import StoredResponse
+from idemredis.web.contract import REFUSALS, Contract
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 

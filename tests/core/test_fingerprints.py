@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from idemredis import fingerprint_request, fingerprint_value
-from idemredis.fingerprint import FINGERPRINT_HEADERS, begin_fingerprint
+from idemredis.core.fingerprint import FINGERPRINT_HEADERS, begin_fingerprint
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "fingerprints.json").read_text())
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from idemredis import InvalidPrincipal
-from idemredis.keys import identify, parse_row_name, valid_key
+from idemredis.core.keys import identify, parse_row_name, valid_key
 
 PRINTABLE = [chr(code) for code in range(0x20, 0x7F)]
 ODD = st.text(

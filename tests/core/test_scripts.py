@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from idemredis.scripts import NAMES, Script, load
+from idemredis.core.scripts import NAMES, Script, load
 from tests.support.servers import Server
 
 LUA = Path(__file__).parents[2] / "lua"

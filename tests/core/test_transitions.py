@@ -22,9 +22,10 @@ from idemredis import (
     flows,
     operations,
 )
-from idemredis.keys import identify
-from idemredis.operations import Call, Lost, Stale
-from idemredis.scripts import load
+from idemredis.core.keys import identify
+from idemredis.core.operations import Call
+from idemredis.core.outcomes import Lost, Stale
+from idemredis.core.scripts import load
 from tests.support.clock import SLACK, TurnedClock, in_progress
 from tests.support.servers import Server
 from tests.support.subject import AnyServer, MakeSubject, Mode, Subject

@@ -22,13 +22,12 @@ from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 
+from tests.support.linearizability import TooHard, violations
+from tests.support.mortal import Gunicorn
 from tests.support.proxy import Fate, Proxy
+from tests.support.recording import play, settled, troubled
 from tests.support.servers import Server, valkey
-from tests.web.serving import Answer
-
-from .linearizability import TooHard, violations
-from .recording import play, settled, troubled
-from .serving import Gunicorn
+from tests.support.serving import Answer
 
 CLIENTS = 8
 NAMESPACE = "soak"

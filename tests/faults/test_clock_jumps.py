@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from idemredis import FencedOut, InProgress, Ledger, Policy, Replay, Reservation, StoredResponse
-from tests.conftest import Servers
 from tests.support.clock import SLACK, expires_at, in_progress
 from tests.support.moved_clock import MovedServer, moved_server
+from tests.support.started import Servers
 from tests.support.subject import MakeSubject, Mode, Subject
 from tests.support.waiting import wait_until
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from idemredis.keys import identify
+from idemredis.core.keys import identify
+from tests.support.mortal import Gunicorn
 from tests.support.servers import Server
+from tests.support.serving import Answer, read_answer
 from tests.support.waiting import wait_until
-from tests.web.serving import Answer, read_answer
-
-from .serving import Gunicorn
 
 PRINCIPAL = "acct-secret-1"
 REQUESTS = int(os.environ.get("IDEMREDIS_FUZZ", "400"))

@@ -12,13 +12,12 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 import redis
 
+from tests.support.linearizability import Entry, violations
 from tests.support.processes import die_with
 from tests.support.proxy import Proxy
+from tests.support.recording import play, play_async, settled, troubled
 from tests.support.servers import Server
 from tests.support.subject import Mode
-
-from .linearizability import Entry, violations
-from .recording import play, play_async, settled, troubled
 
 SEEDS = range(int(os.environ.get("IDEMREDIS_SEEDS", "3")))
 PROCESSES = 3

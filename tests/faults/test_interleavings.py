@@ -9,11 +9,11 @@ from typing import Any, TypeAlias
 import pytest
 
 from idemredis import FencedOut, InProgress, LedgerUnavailable, Policy, Replay, Reservation, StoredResponse, flows
-from idemredis.flows import Flow, Later, Sleep, Tell
-from idemredis.keys import Identity
-from idemredis.operations import Call, Done
-
-from .model import Reply, Row, transition, ttl
+from idemredis.core.flows import Flow, Sleep
+from idemredis.core.keys import Identity
+from idemredis.core.operations import Call
+from idemredis.core.outcomes import Done
+from tests.support.model import Reply, Row, transition, ttl
 
 IDENTITY = Identity("acct", "", "key", "idem:acct:key")
 POLICY = Policy(lease=0.5, retention=1000.0)

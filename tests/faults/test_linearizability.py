@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from .linearizability import Entry, violations
-from .watching import Seen
+from tests.support.linearizability import Entry, violations
+from tests.support.watching import Seen
 
 LEASE, RETENTION = 1000, 60_000
 NONE = Seen(-2, -2, 0)

@@ -7,9 +7,8 @@ import os
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from tests.support.machine import Machine
 from tests.support.subject import AnyServer
-
-from .machine import Machine
 
 EXAMPLES = int(os.environ.get("IDEMREDIS_EXAMPLES", "40"))
 

@@ -8,14 +8,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from idemredis.scripts import load
+from idemredis.core.scripts import load
+from tests.support.broken import MISTAKES, Broken, TwoTrips
+from tests.support.linearizability import Entry, TooHard, violations
+from tests.support.machine import Machine
 from tests.support.proxy import Proxy
+from tests.support.recording import RecordingRedis, play, settled, troubled
 from tests.support.servers import Server
-
-from .broken import MISTAKES, Broken, TwoTrips
-from .linearizability import Entry, TooHard, violations
-from .machine import Machine
-from .recording import RecordingRedis, play, settled, troubled
 
 SEEDS = range(30)
 """Games played until the checker finds the mistake; most take one or two."""

@@ -15,13 +15,12 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from idemredis import Policy, StoredResponse
-from tests.conftest import Servers
-from tests.core import test_outages as outages
+from tests.support.outages import OUTAGES as REFUSALS
 from tests.support.proxy import Proxy
 from tests.support.servers import Server, free_port, start, valkey
+from tests.support.shop import Shop
+from tests.support.started import Servers
 from tests.support.waiting import wait_until
-
-from .shop import Shop
 
 BOUND = 3.0
 """Seconds within which a 503 is promised, also from a server that hangs."""
@@ -115,7 +114,7 @@ def full(server: Server) -> Iterator[None]:
             admin.config_set("maxmemory", 0)
 
 
-OUTAGES: list[Outage] = [hung, killed, loading, full, *(said(outage) for outage in outages.OUTAGES)]
+OUTAGES: list[Outage] = [hung, killed, loading, full, *(said(outage) for outage in REFUSALS)]
 by_name = pytest.mark.parametrize("outage", OUTAGES, ids=lambda outage: outage.__name__)
 STORES = {"full", "no_password"}
 """Outages in which what already runs can be finished all the same."""

@@ -29,11 +29,10 @@ from idemredis import (
     StoredResponse,
     operations,
 )
-from idemredis.operating.nodes import run
-from idemredis.operations import Renewed
+from idemredis.core.outcomes import Renewed
 from tests.support.clusters import connect_often, keys_in, move_rows, moving
 from tests.support.proxy import Proxy
-from tests.support.servers import Server, free_port, valkey
+from tests.support.servers import Server, valkey
 from tests.support.subject import MakeSubject, Mode, Subject
 from tests.support.waiting import wait_until
 
@@ -43,87 +42,16 @@ ANSWER = StoredResponse(201, (), b"done")
 SETTLED_WITHIN = 30.0
 
 
-class Cluster:
-    """Three primaries and a replica of each, made with plain client commands."""
-
-    kind = "cluster"
-
-    def __init__(self, stack: ExitStack, directory: Path, node_timeout: int) -> None:
-        self._stack = stack
-        self._node_timeout = str(node_timeout)  # milliseconds without an answer, after which a replica takes over
-        self._directory = directory
-        self.nodes: list[Server] = []
-        buses = [self._start() for _ in range(6)]
-        admins: list[Any] = [stack.enter_context(node.client()) for node in self.nodes]
-        for at, admin in enumerate(admins[:3]):
-            admin.execute_command("CLUSTER", "ADDSLOTSRANGE", SLOTS * at // 3, SLOTS * (at + 1) // 3 - 1)
-        for at, admin in enumerate(admins):
-            admin.execute_command("CLUSTER", "SET-CONFIG-EPOCH", at + 1)
-        for node, bus in zip(self.nodes[1:], buses[1:], strict=True):
-            admins[0].execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
-        self.ids = [admin.execute_command("CLUSTER", "MYID").decode() for admin in admins]
-        for admin in admins:
-            wait_until(partial(_knows, admin, 6), SETTLED_WITHIN)
-        for admin, of in zip(admins[3:], self.ids, strict=False):
-            wait_until(partial(_replicates, admin, of), SETTLED_WITHIN)
-        for admin in admins:
-            wait_until(partial(_is_ok, admin), SETTLED_WITHIN)
-        for admin in admins[3:]:
-            wait_until(lambda admin=admin: admin.info("replication")["master_link_status"] == "up", SETTLED_WITHIN)  # type: ignore[misc]
-
-    def _start(self) -> int:
-        """Start one more server; return the port of its bus."""
-        bus = free_port()
-        words = ["--cluster-enabled", "yes", "--cluster-node-timeout", self._node_timeout, "--cluster-port", str(bus)]
-        words += ["--repl-diskless-sync-delay", "0"]
-        self.nodes.append(self._stack.enter_context(valkey(self._directory / str(len(self.nodes)), *words)))
-        return bus
-
-    def grow(self, count: int) -> list[Server]:
-        """Let so many primaries join that have no slots, and so are in no client's map of them."""
-        before = len(self.nodes)
-        with self.nodes[0].client() as admin:
-            for _ in range(count):
-                bus = self._start()
-                admin.execute_command("CLUSTER", "MEET", "127.0.0.1", self.nodes[-1].port, bus)
-        for node in self.nodes:
-            with node.client() as admin:
-                wait_until(partial(_knows, admin, len(self.nodes)), SETTLED_WITHIN)
-                wait_until(partial(_is_ok, admin), SETTLED_WITHIN)
-        return self.nodes[before:]
-
-    def client(self, **options: Any) -> Any:
-        return redis.RedisCluster(host="127.0.0.1", port=self.nodes[1].port, **options)
-
-    def async_client(self, **options: Any) -> Any:
-        return redis.asyncio.RedisCluster(host="127.0.0.1", port=self.nodes[1].port, **options)
-
-
-def _knows(admin: Any, count: int) -> bool:
-    return int(admin.cluster("INFO")["cluster_known_nodes"]) == count
-
-
-def _replicates(admin: Any, primary: str) -> bool:
-    try:
-        return bool(admin.execute_command("CLUSTER", "REPLICATE", primary))
-    except redis.ResponseError:
-        return False  # it has not heard of it yet
-
-
-def _is_ok(admin: Any) -> bool:
-    return bool(admin.cluster("INFO")["cluster_state"] == "ok")
-
-
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        yield Cluster(stack, tmp_path, node_timeout=1500)
+        yield Cluster(stack, tmp_path, replicas=True, node_timeout=1500)
 
 
 @pytest.fixture
 def steady_cluster(tmp_path: Path) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        yield Cluster(stack, tmp_path, node_timeout=15_000)
+        yield Cluster(stack, tmp_path, replicas=True, node_timeout=15_000)
 
 
 def test_claims_go_on_while_their_slot_moves_and_no_key_runs_twice(

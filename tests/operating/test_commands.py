@@ -20,14 +20,12 @@ from flask import Flask
 from flask.cli import FlaskGroup
 
 from idemredis import Event, FencedOut, Ledger, Policy, Replay, Reservation, StoredResponse, scripts
-from idemredis.cli import flask_commands, main
+from idemredis.events import digest
 from idemredis.flask import Idempotency
-from idemredis.keys import digest
 from idemredis.operating import interventions
-from idemredis.operating.rows import Found
+from idemredis.operating.cli import main
+from tests.support.place import Place, Run
 from tests.support.servers import Server
-
-from .conftest import Place, Run
 
 ODD = ("a*b:c", "k {1} ?[x] % :", "op:1")
 ANSWER = StoredResponse(201, (("content-type", "text/plain"),), b"the secret")

@@ -12,11 +12,9 @@ from typing import Any
 
 import pytest
 
-from idemredis import FencedOut, Ledger, Replay, Reservation, StoredResponse
-from idemredis.fingerprint import fingerprint_value
-from idemredis.operating.nodes import primaries
-
-from .conftest import Place, Ran, Run
+from idemredis import FencedOut, Ledger, Replay, Reservation, StoredResponse, fingerprint_value
+from idemredis.store.nodes import primaries
+from tests.support.place import Place, Ran, Run
 
 ROOT = Path(__file__).parents[2]
 MESS = ROOT / "examples" / "mess.py"

@@ -11,15 +11,15 @@ import redis.asyncio
 from redis.crc import key_slot
 
 from idemredis import AsyncLedger, Ledger, Replay, Reservation, StoredResponse, doctor
-from idemredis.keys import digest, identify
+from idemredis.core.keys import identify
+from idemredis.events import digest
+from idemredis.inspection.rows import scan
 from idemredis.operating import interventions
-from idemredis.operating.rows import scan
 from idemredis.operating.tail import Tail
 from tests.support.clusters import keys_in, move_rows, moving, slot_of
+from tests.support.place import Place
 from tests.support.servers import Server
 from tests.support.waiting import wait_until
-
-from .conftest import Place
 
 pytestmark = pytest.mark.parametrize("place", ["cluster"], indirect=True)
 

@@ -17,12 +17,12 @@ import pytest
 import redis
 
 from idemredis import Event, Ledger, Reservation, StoredResponse
-from idemredis.operating.tail import Publisher, Seen, Tail
+from idemredis.operating.tail import Tail
+from idemredis.telemetry import Publisher
+from tests.support.place import Place, Run
 from tests.support.proxy import Proxy
 from tests.support.servers import Server
 from tests.support.waiting import wait_until
-
-from .conftest import Place, Run
 
 ANSWER = StoredResponse(201, (), b"done")
 REAL = pytest.mark.parametrize("place", ["valkey", "redis", "cluster"], indirect=True)

@@ -13,11 +13,11 @@ import redis.asyncio
 import redis.exceptions
 
 from idemredis import AsyncLedger, Ledger, Policy, Replay, Reservation, StoredResponse
-from idemredis.operating.nodes import connect, holder, primaries
-from idemredis.operating.tail import Publisher, channel
+from idemredis.store.nodes import connect, holder, primaries
+from idemredis.telemetry import Publisher
+from idemredis.telemetry.publisher import channel
+from tests.support.place import Place, Ran, Run
 from tests.support.waiting import wait_until
-
-from .conftest import Place, Ran, Run
 
 pytestmark = pytest.mark.parametrize("place", ["valkey", "redis", "cluster"], indirect=True)
 

@@ -17,7 +17,7 @@ import pytest
 from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 
-from tests.shop.browser import CHROMEDRIVER, CHROMIUM, Page, chromium
+from tests.support.browser import CHROMEDRIVER, CHROMIUM, Page, chromium
 from tests.support.processes import die_with
 from tests.support.waiting import wait_until
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from idemredis import InProgress, Ledger
 from idemredis.testing import Clock
-
-from .subject import AnyServer
+from tests.support.subject import AnyServer
 
 __all__ = ["SLACK", "TurnedClock", "expires_at", "in_progress"]
 

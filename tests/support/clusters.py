@@ -3,17 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import redis
+import redis.asyncio
 from redis.crc import key_slot
 
-from idemredis.keys import identify
+from idemredis.core.keys import identify
+from tests.support.servers import Server, free_port, valkey
+from tests.support.subject import Subject
+from tests.support.waiting import wait_until
 
-from .servers import Server
-from .subject import Subject
-from .waiting import wait_until
+SLOTS = 16384
+SETTLED_WITHIN = 30.0
 
-__all__ = ["connect_often", "keys_in", "move_rows", "moving", "slot_of"]
+__all__ = ["Cluster", "connect_often", "keys_in", "move_rows", "moving", "slot_of"]
+
+
+class Cluster:
+    """Three primaries, and a replica of each where they are asked for, made with plain client commands."""
+
+    kind = "cluster"
+
+    def __init__(self, stack: ExitStack, directory: Path, *, replicas: bool = False, node_timeout: int = 2000) -> None:
+        self._stack = stack
+        self._node_timeout = str(node_timeout)  # milliseconds without an answer, after which a replica takes over
+        self._directory = directory
+        self.nodes: list[Server] = []
+        buses = [self._start() for _ in range(6 if replicas else 3)]
+        admins: list[Any] = [stack.enter_context(node.client()) for node in self.nodes]
+        for at, admin in enumerate(admins[:3]):
+            admin.execute_command("CLUSTER", "ADDSLOTSRANGE", SLOTS * at // 3, SLOTS * (at + 1) // 3 - 1)
+        for at, admin in enumerate(admins):
+            admin.execute_command("CLUSTER", "SET-CONFIG-EPOCH", at + 1)
+        for node, bus in zip(self.nodes[1:], buses[1:], strict=True):
+            admins[0].execute_command("CLUSTER", "MEET", "127.0.0.1", node.port, bus)
+        self.ids = [admin.execute_command("CLUSTER", "MYID").decode() for admin in admins]
+        for admin in admins:
+            wait_until(partial(_knows, admin, len(self.nodes)), SETTLED_WITHIN)
+        for admin, of in zip(admins[3:], self.ids, strict=False):
+            wait_until(partial(_replicates, admin, of), SETTLED_WITHIN)
+        for admin in admins:
+            wait_until(partial(_is_ok, admin), SETTLED_WITHIN)
+        for admin in admins[3:]:
+            wait_until(lambda admin=admin: admin.info("replication")["master_link_status"] == "up", SETTLED_WITHIN)  # type: ignore[misc]
+
+    def _start(self) -> int:
+        """Start one more server; return the port of its bus."""
+        bus = free_port()
+        words = ["--cluster-enabled", "yes", "--cluster-node-timeout", self._node_timeout, "--cluster-port", str(bus)]
+        words += ["--repl-diskless-sync-delay", "0"]
+        self.nodes.append(self._stack.enter_context(valkey(self._directory / str(len(self.nodes)), *words)))
+        return bus
+
+    def grow(self, count: int) -> list[Server]:
+        """Let so many primaries join that have no slots, and so are in no client's map of them."""
+        before = len(self.nodes)
+        with self.nodes[0].client() as admin:
+            for _ in range(count):
+                bus = self._start()
+                admin.execute_command("CLUSTER", "MEET", "127.0.0.1", self.nodes[-1].port, bus)
+        for node in self.nodes:
+            with node.client() as admin:
+                wait_until(partial(_knows, admin, len(self.nodes)), SETTLED_WITHIN)
+                wait_until(partial(_is_ok, admin), SETTLED_WITHIN)
+        return self.nodes[before:]
+
+    def client(self, **options: Any) -> Any:
+        return redis.RedisCluster(host="127.0.0.1", port=self.nodes[1].port, **options)
+
+    def async_client(self, **options: Any) -> Any:
+        return redis.asyncio.RedisCluster(host="127.0.0.1", port=self.nodes[1].port, **options)
+
+
+def _knows(admin: Any, count: int) -> bool:
+    return int(admin.cluster("INFO")["cluster_known_nodes"]) == count
+
+
+def _replicates(admin: Any, primary: str) -> bool:
+    try:
+        return bool(admin.execute_command("CLUSTER", "REPLICATE", primary))
+    except redis.ResponseError:
+        return False  # it has not heard of it yet
+
+
+def _is_ok(admin: Any) -> bool:
+    return bool(admin.cluster("INFO")["cluster_state"] == "ok")
 
 
 def slot_of(namespace: str, key: str) -> int:

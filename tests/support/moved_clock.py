@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from .clock import SLACK
-from .servers import Server, command_of
-from .waiting import wait_until
+from tests.support.clock import SLACK
+from tests.support.servers import Server, command_of
+from tests.support.waiting import wait_until
 
 __all__ = ["MovedServer", "moved_server"]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from idemredis.operating.diagnosis import Finding, Report
+from idemredis.inspection.diagnosis import Finding, Report
 
 __all__ = ["of"]
 

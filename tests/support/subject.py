@@ -9,10 +9,10 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from idemredis import AsyncLedger, Ledger, Policy, Reservation, Row, StoredResponse
+from idemredis.core.keys import identify
+from idemredis.core.outcomes import Outcome
+from idemredis.core.scripts import Script
 from idemredis.events import Observer
-from idemredis.flows import Outcome
-from idemredis.keys import identify
-from idemredis.scripts import Script
 
 __all__ = ["AnyServer", "Fields", "MakeSubject", "Mode", "Subject"]
 

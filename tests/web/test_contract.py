@@ -16,10 +16,9 @@ from werkzeug.test import TestResponse
 
 from idemredis import InProgress, Ledger, Policy
 from idemredis.flask import current_reservation
-from idemredis.http import Contract
+from idemredis.web.contract import Contract
 from tests.support.clock import SLACK, TurnedClock
-
-from .conftest import MakeSite, Site
+from tests.support.site import MakeSite, Site
 
 PROTOCOLS = ("default", "ietf")
 Request: TypeAlias = dict[str, Any]

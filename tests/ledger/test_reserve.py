@@ -1,0 +1,377 @@
+"""What a `reserve` block does to its row."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from idemredis import (
+    AlreadyCompleted,
+    ConfigurationError,
+    FencedOut,
+    HoldForReview,
+    InvalidResponse,
+    KeyInProgress,
+    KeyReused,
+    Ledger,
+    LedgerUnavailable,
+    Policy,
+    PreviousAttemptFailed,
+    Reservation,
+    StoredResponse,
+)
+from tests.support.clock import SLACK, TurnedClock
+from tests.support.proxy import Proxy
+from tests.support.servers import Server
+from tests.support.subject import Mode
+from tests.support.waiting import wait_until
+from tests.support.worker import MakeWorker, Worker
+
+ANSWER = StoredResponse(201, (("content-type", "text/plain"),), b"\xff\x00")
+
+
+def nothing(r: Reserved) -> None:
+    """A block that does nothing."""
+
+
+def failing(error: BaseException) -> Any:
+    def work(r: Reserved) -> None:
+        raise error
+
+    return work
+
+
+def storing(value: object) -> Any:
+    def work(r: Reserved) -> None:
+        r.result = value
+
+    return work
+
+
+def test_leaving_the_block_stores_its_result_as_json_for_every_duplicate(worker: Worker) -> None:
+    worker.reserve(storing({"sent": [1, "é", None]}), "worker", "k", "f")
+    with pytest.raises(AlreadyCompleted) as done:
+        worker.reserve(failing(AssertionError("ran again")), "worker", "k", "f")
+    assert done.value.response.status == 200
+    assert done.value.response.headers == (("content-type", "application/json"),)
+    assert json.loads(done.value.response.body) == {"sent": [1, "é", None]}
+    assert worker.row("k").generation == 1
+
+
+def test_a_block_that_says_nothing_stores_null(worker: Worker) -> None:
+    worker.reserve(nothing, "worker", "k", "f")
+    assert worker.fields("k")[b"response_body"] == b"null"
+
+
+def test_a_block_may_store_a_response_of_its_own(worker: Worker) -> None:
+    def work(r: Reserved) -> None:
+        r.response = ANSWER
+
+    worker.reserve(work, "worker", "k", "f")
+    assert worker.row("k").response == ANSWER
+
+
+def test_what_is_no_response_is_refused_where_it_is_set(worker: Worker) -> None:
+    def work(r: Reserved) -> None:
+        with pytest.raises(InvalidResponse):
+            r.response = b"bytes"  # type: ignore[assignment]
+        with pytest.raises(AttributeError):
+            r.results = 1  # type: ignore[attr-defined]
+        with pytest.raises(AttributeError):
+            r.generation = 2  # type: ignore[misc]
+
+    worker.reserve(work, "worker", "k", "f")
+    assert worker.fields("k")[b"response_body"] == b"null"
+
+
+def test_the_block_has_all_that_a_reservation_has(worker: Worker) -> None:
+    seen: list[Reserved] = []
+    worker.reserve(seen.append, "worker", "k", "f", operation="op", lease=7.0, route="mail.send")
+    r = seen[0]
+    assert isinstance(r, Reservation)
+    assert (r.principal, r.key, r.operation, r.fingerprint) == ("worker", "k", "op", "f")
+    assert (r.generation, r.taken_over, r.checkpoint, r.route) == (1, False, None, "mail.send")
+    row = worker.row("k", operation="op")
+    assert (row.route, row.lease) == ("mail.send", 7.0)
+    other = worker.looking.claim("worker", "k2", "f", "op")
+    assert isinstance(other, Reservation)
+    assert r.downstream_key("mail") != other.downstream_key("mail")
+    assert not r.held  # the block is over
+    with pytest.raises(FencedOut):
+        r.ensure_held()
+
+
+def test_an_exception_releases_the_row_and_the_next_retry_runs_at_once(worker: Worker) -> None:
+    with pytest.raises(ZeroDivisionError):
+        worker.reserve(failing(ZeroDivisionError()), "worker", "k", "f")
+    generations: list[int] = []
+    worker.reserve(lambda r: generations.append(r.generation), "worker", "k", "f")
+    assert generations == [2]
+    assert worker.row("k").status == "completed"
+
+
+def test_hold_keeps_the_row_until_its_lease_ends(worker: Worker, clock: TurnedClock) -> None:
+    with pytest.raises(ZeroDivisionError):
+        worker.reserve(failing(ZeroDivisionError()), "worker", "k", "f", lease=100.0, on_error="hold")
+    clock.turn(80)
+    with pytest.raises(KeyInProgress) as busy:
+        worker.reserve(nothing, "worker", "k", "f")
+    assert 20.0 - SLACK < busy.value.retry_after <= 20.0
+    with worker.unchanged("k"), pytest.raises(KeyInProgress):
+        worker.reserve(nothing, "worker", "k", "f")
+    clock.turn(20)
+    worker.reserve(nothing, "worker", "k", "f")
+    assert worker.row("k").generation == 2
+
+
+def test_store_keeps_the_error_as_a_final_failure(worker: Worker) -> None:
+    with pytest.raises(ValueError, match="no such account"):
+        worker.reserve(failing(ValueError("no such account")), "worker", "k", "f", on_error="store")
+    with pytest.raises(PreviousAttemptFailed, match="no such account") as failed:
+        worker.reserve(failing(AssertionError("ran again")), "worker", "k", "f", on_error="store")
+    assert json.loads(failed.value.response.body) == {"error": "ValueError", "message": "no such account"}
+    assert worker.row("k").status == "failed"
+
+
+@pytest.mark.parametrize("error", [LedgerUnavailable("gone"), KeyInProgress(1.0), KeyboardInterrupt(), SystemExit(3)])
+def test_store_keeps_nothing_that_says_nothing_final(worker: Worker, error: BaseException) -> None:
+    if worker.mode == "async" and isinstance(error, (KeyboardInterrupt, SystemExit)):
+        error = asyncio.CancelledError()  # what an event loop makes of them
+    with pytest.raises(type(error)):
+        worker.reserve(failing(error), "worker", "k", "f", on_error="store")
+    row = worker.row("k")
+    assert (row.status, row.owner) == ("pending", "")
+
+
+def test_hold_for_review_leaves_the_row_pending_and_says_so(worker: Worker) -> None:
+    with pytest.raises(HoldForReview):
+        worker.reserve(failing(HoldForReview("look")), "worker", "k", "f", on_error="store")
+    row = worker.row("k")
+    assert row.status == "pending"
+    assert row.owner
+    assert worker.events == ["claimed", "held_for_review"]
+
+
+def test_another_fingerprint_is_refused_and_changes_nothing(worker: Worker) -> None:
+    worker.reserve(storing(1), "worker", "k", "f")
+    with worker.unchanged("k"), pytest.raises(KeyReused):
+        worker.reserve(failing(AssertionError("ran")), "worker", "k", "other")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"), [(object(), "not_encodable"), (float("nan"), "not_encodable"), ("x" * 101, "too_large")]
+)
+def test_a_result_that_cannot_be_kept_leaves_a_tombstone(
+    make_worker: MakeWorker, mode: Mode, valkey_server: Server, value: object, why: str
+) -> None:
+    worker = make_worker(mode, valkey_server, policy=Policy(max_body=100))
+    worker.reserve(storing(value), "worker", "k", "f")
+    stored = worker.fields("k")
+    assert stored[b"response_omitted"].decode() == why
+    assert stored[b"response_body"] == b""
+    with worker.unchanged("k"), pytest.raises(AlreadyCompleted, match=why) as done:
+        worker.reserve(failing(AssertionError("ran again")), "worker", "k", "f")
+    assert done.value.response.omitted == why
+    assert "not_stored" in worker.events
+
+
+def test_an_error_text_is_cut_so_that_it_can_be_kept(worker: Worker) -> None:
+    with pytest.raises(ValueError, match="x"):
+        worker.reserve(failing(ValueError("x" * 100_000)), "worker", "k", "f", on_error="store")
+    with pytest.raises(PreviousAttemptFailed, match="xxx"):
+        worker.reserve(nothing, "worker", "k", "f")
+
+
+def test_a_checkpoint_of_the_block_is_there_for_whoever_takes_over(worker: Worker) -> None:
+    keys: list[str] = []
+
+    def work(r: Reserved) -> Any:
+        keys.append(r.downstream_key("card"))
+        saved = worker.ledger.checkpoint(r, "charged", {"charge": "ch_1"})
+
+        async def then_fail() -> None:
+            await saved
+            raise ZeroDivisionError
+
+        if worker.mode == "async":
+            return then_fail()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        worker.reserve(work, "worker", "k", "f")
+    seen: list[Reserved] = []
+    worker.reserve(seen.append, "worker", "k", "f")
+    assert seen[0].checkpoint == ("charged", {"charge": "ch_1"})
+    assert seen[0].taken_over
+    assert keys == [seen[0].downstream_key("card")]
+
+
+def test_who_is_fenced_out_ends_the_block_as_ever_and_the_log_and_one_event_say_so(
+    worker: Worker, clock: TurnedClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    def overtaken(r: Reserved) -> None:
+        clock.turn(31)
+        successor = worker.looking.claim("worker", "k", "f")
+        assert isinstance(successor, Reservation)
+        worker.looking.complete(successor, ANSWER)
+        from_then_on.enter_context(worker.unchanged("k"))
+        r.result = "late"
+
+    with ExitStack() as from_then_on, caplog.at_level(logging.ERROR, "idemredis"):
+        worker.reserve(overtaken, "worker", "k", "f")
+    assert worker.events == ["claimed", "fenced"]
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_an_exception_of_who_is_fenced_out_comes_through(worker: Worker, clock: TurnedClock) -> None:
+    def overtaken(r: Reserved) -> None:
+        clock.turn(31)
+        assert isinstance(worker.looking.claim("worker", "k", "f"), Reservation)
+        from_then_on.enter_context(worker.unchanged("k"))
+        raise ZeroDivisionError
+
+    with ExitStack() as from_then_on, pytest.raises(ZeroDivisionError):
+        worker.reserve(overtaken, "worker", "k", "f", on_error="store")
+    assert worker.events == ["claimed", "fenced"]
+
+
+@pytest.mark.parametrize("settle", ["complete", "fail", "release"])
+def test_a_row_that_the_block_settled_by_hand_is_left_as_it_is(worker: Worker, settle: str) -> None:
+    def work(r: Reserved) -> Any:
+        r.result = "not this"
+        args = () if settle == "release" else (ANSWER,)
+        return getattr(worker.ledger, settle)(r, *args)
+
+    worker.reserve(work, "worker", "k", "f")
+    row = worker.row("k")
+    assert row.response == (None if settle == "release" else ANSWER)
+    assert len(worker.events) == 2
+
+
+def test_a_result_that_redis_is_not_there_for_is_stored_when_it_is_back(
+    make_worker: MakeWorker, mode: Mode, valkey_server: Server
+) -> None:
+    with Proxy(valkey_server.port) as proxy:
+        worker = make_worker(mode, valkey_server, url=proxy.url)
+
+        def work(r: Reserved) -> None:
+            r.result = "done"
+            proxy.refuse()
+
+        worker.reserve(work, "worker", "k", "f")
+        assert worker.row("k").status == "pending"
+        proxy.refuse(False)
+        if mode == "async":
+            worker.do("close")  # its loop runs only while a call does
+        wait_until(lambda: worker.row("k").status == "completed")
+        assert worker.fields("k")[b"response_body"] == b'"done"'
+
+
+def test_an_exception_comes_through_also_when_redis_is_gone(
+    make_worker: MakeWorker, mode: Mode, valkey_server: Server
+) -> None:
+    with Proxy(valkey_server.port) as proxy:
+        worker = make_worker(mode, valkey_server, url=proxy.url)
+
+        def work(r: Reserved) -> None:
+            proxy.refuse()
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            worker.reserve(work, "worker", "k", "f")
+        proxy.refuse(False)
+
+
+def test_an_unknown_on_error_is_refused_before_anything_is_written(worker: Worker) -> None:
+    with pytest.raises(ConfigurationError, match="on_error"):
+        worker.reserve(nothing, "worker", "k", "f", on_error="ignore")
+    assert worker.fields("k") == {}
+
+
+def test_a_block_of_five_leases_is_not_taken_over(real_worker: Worker) -> None:
+    def long(r: Reserved) -> Any:
+        until = time.monotonic() + 10.0
+        if real_worker.mode == "sync":
+            while time.monotonic() < until:
+                look(r)
+                time.sleep(0.02)
+            return None
+
+        async def longer() -> None:
+            while time.monotonic() < until:
+                look(r)
+                await asyncio.sleep(0.02)
+
+        return longer()
+
+    def look(r: Reserved) -> None:
+        assert r.held
+        assert not isinstance(real_worker.looking.claim("worker", "k", "f"), Reservation)
+
+    real_worker.reserve(long, "worker", "k", "f")
+    assert real_worker.row("k").generation == 1
+
+
+def test_a_block_without_heartbeat_is_taken_over_when_its_lease_ends(
+    make_worker: MakeWorker, mode: Mode, valkey_server: Server
+) -> None:
+    worker = make_worker(mode, valkey_server, policy=Policy(lease=0.2, heartbeat=False))
+
+    def long(r: Reserved) -> None:
+        wait_until(lambda: isinstance(worker.looking.claim("worker", "k", "f"), Reservation))
+        assert not r.held
+
+    worker.reserve(long, "worker", "k", "f")
+    assert worker.row("k").generation == 2
+    assert worker.row("k").status == "pending"
+
+
+def test_a_cancelled_block_releases_its_row(make_worker: MakeWorker, valkey_server: Server) -> None:
+    worker = make_worker("async", valkey_server)
+
+    async def cancelled() -> None:
+        inside = asyncio.Event()
+
+        async def block() -> None:
+            async with worker.ledger.reserve("worker", "k", "f"):
+                inside.set()
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(block())
+        await inside.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    worker.result(cancelled())
+    row = worker.row("k")
+    assert (row.status, row.owner) == ("pending", "")
+
+
+def test_a_block_in_each_of_many_threads_runs_once(valkey_server: Server, namespace: str) -> None:
+    ledger = Ledger(valkey_server.client(), namespace=namespace)
+    barrier, ran, told = threading.Barrier(20), [], []
+
+    def run() -> None:
+        barrier.wait()
+        try:
+            with ledger.reserve("worker", "k", "f"):
+                ran.append(1)
+        except (AlreadyCompleted, KeyInProgress) as error:
+            told.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ledger.close()
+    ledger.client.close()
+    assert (len(ran), len(told)) == (1, 19)

@@ -1,0 +1,319 @@
+"""Ledgers whose every call is recorded as it goes to the server, and workers that use them at random."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+import redis
+import redis.asyncio
+import redis.asyncio.retry
+from redis.backoff import NoBackoff
+from redis.exceptions import ResponseError
+from redis.retry import Retry
+
+from idemredis import (
+    AsyncLedger,
+    FencedOut,
+    Ledger,
+    LedgerUnavailable,
+    Policy,
+    Reservation,
+    StoredResponse,
+    operations,
+)
+from idemredis.core.keys import identify
+from idemredis.core.scripts import Script, load
+from idemredis.testing import Clock
+from tests.support.linearizability import Entry
+from tests.support.model import VANISH
+from tests.support.proxy import Fate
+from tests.support.watching import Seen, ran, watched
+
+__all__ = ["KEYS", "Recording", "RecordingAsyncRedis", "RecordingRedis", "play", "play_async", "settled", "troubled"]
+
+KEYS = ("key-1", "key-2", "key-3")
+POLICY = Policy(lease=1.0, retention=6000.0)
+"""No row expires in a game: its turns and pauses are far shorter than that. Some are deleted."""
+
+TIMEOUT = 0.15
+
+Words = tuple[Any, ...]
+
+
+class Recording(Mapping[str, Script]):
+    """Scripts to give a ledger: each says what the row's TTL was before and after it, and leaves a note that it ran."""
+
+    def __init__(self, scripts: Mapping[str, Script], namespace: str) -> None:
+        self.entries: list[Entry] = []
+        self._scripts = {name: watched(script, _log(namespace)) for name, script in scripts.items()}
+        self._names = {script.sha: name for name, script in self._scripts.items()}
+
+    def __getitem__(self, name: str) -> Script:
+        return self._scripts[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._scripts)
+
+    def __len__(self) -> int:
+        return len(self._scripts)
+
+    def number(self, words: Words) -> Words:
+        """Give a call of a script the number under which it is noted; a call sent again is another call."""
+        return (*words, secrets.token_hex(8)) if words[0] in ("EVALSHA", "EVAL") else words
+
+    def note(self, words: Words, start: float, reply: Any) -> Any:
+        """Note a call and what came of it; return its own reply. An error of the server says that it did not run."""
+        if words[0] not in ("EVALSHA", "EVAL") or isinstance(reply, ResponseError):
+            return reply
+        _, script, _, row, *args, call = words
+        sha = script if words[0] == "EVALSHA" else hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
+        entry = Entry(row, self._names[sha], tuple(args), start, math.inf, None, None, call)
+        if not isinstance(reply, BaseException):
+            *seen, reply = reply
+            entry = entry._replace(end=time.monotonic(), reply=tuple(reply), seen=Seen(*seen))
+        self.entries.append(entry)
+        return reply
+
+    def vanish(self, client: redis.Redis, row: str) -> None:
+        """Delete the row, straight on the server."""
+        start = time.monotonic()
+        gone = client.delete(row)
+        self.entries.append(Entry(row, VANISH, (), start, time.monotonic(), (b"%d" % gone,), None))
+
+
+class RecordingRedis(redis.Redis):
+    """A client that sends each command once and notes it."""
+
+    recording: Recording
+
+    def execute_command(self, *words: Any, **options: Any) -> Any:
+        words, start = self.recording.number(words), time.monotonic()
+        try:
+            reply = super().execute_command(*words, **options)  # type: ignore[no-untyped-call]
+        except BaseException as error:
+            self.recording.note(words, start, error)
+            raise
+        return self.recording.note(words, start, reply)
+
+    def pipeline(self, *args: Any, **kwargs: Any) -> Any:
+        return _Pipeline(super().pipeline(*args, **kwargs), self.recording)
+
+
+class RecordingAsyncRedis(redis.asyncio.Redis):
+    """The same for asyncio."""
+
+    recording: Recording
+
+    async def execute_command(self, *words: Any, **options: Any) -> Any:
+        words, start = self.recording.number(words), time.monotonic()
+        try:
+            reply = await super().execute_command(*words, **options)  # type: ignore[no-untyped-call]
+        except BaseException as error:
+            self.recording.note(words, start, error)
+            raise
+        return self.recording.note(words, start, reply)
+
+    def pipeline(self, *args: Any, **kwargs: Any) -> Any:
+        return _AsyncPipeline(super().pipeline(*args, **kwargs), self.recording)
+
+
+class _Pipeline:
+    def __init__(self, pipeline: Any, recording: Recording) -> None:
+        self._pipeline = pipeline
+        self._recording = recording
+        self._sent: list[Words] = []
+
+    def execute_command(self, *words: Any, **options: Any) -> None:
+        words = self._recording.number(words)
+        self._sent.append(words)
+        self._pipeline.execute_command(*words, **options)
+
+    def execute(self, **options: Any) -> Any:
+        start = time.monotonic()
+        try:
+            return self._note(start, self._pipeline.execute(**options))
+        except BaseException as error:
+            self._note(start, [error] * len(self._sent))
+            raise
+
+    def _note(self, start: float, replies: list[Any]) -> list[Any]:
+        return [self._recording.note(words, start, reply) for words, reply in zip(self._sent, replies, strict=True)]
+
+
+class _AsyncPipeline(_Pipeline):
+    async def execute(self, **options: Any) -> Any:
+        start = time.monotonic()
+        try:
+            return self._note(start, await self._pipeline.execute(**options))
+        except BaseException as error:
+            self._note(start, [error] * len(self._sent))
+            raise
+
+
+def settled(near: redis.Redis, namespace: str, entries: Sequence[Entry]) -> list[Entry]:
+    """Add the answers that were lost on the way, and leave out the calls that never ran.
+
+    To be asked once all players are done: what comes later than the last answer has changed nothing that was answered.
+    """
+    noted = ran(near, _log(namespace))
+    history = []
+    for entry in entries:
+        if entry.reply is None and entry.call in noted:
+            entry = entry._replace(reply=noted[entry.call].reply, seen=noted[entry.call].seen)
+        if entry.reply is not None:
+            history.append(entry)
+    return history
+
+
+def _log(namespace: str) -> str:
+    return f"calls of {namespace}"
+
+
+def troubled(seed: int, share: float = 0.15) -> Callable[[], Fate]:
+    """Return a chooser for a proxy: so many of the requests are lost, unanswered, cut off, slow or late."""
+    dice = random.Random(seed)
+
+    def choose() -> Fate:
+        if dice.random() > share:
+            return "pass"
+        fates: list[Fate] = ["lose request", "lose reply", "cut reply", 0.02, TIMEOUT * 2]
+        return dice.choice(fates)
+
+    return choose
+
+
+def play(
+    port: int, near: redis.Redis, namespace: str, seed: int, *, workers: int = 6, rounds: int = 25, **how: Any
+) -> list[Entry]:
+    """Have threads claim, renew, finish, release and abandon a few keys at random; return what was sent and answered.
+
+    `port` is that of the proxy, `near` a client of the server itself. `how` may give `client` (another class) and
+    `scripts`, to break them on purpose.
+    """
+    game = _Game(near, namespace, seed, rounds, how.get("scripts", load()))
+    far = how.get("client", RecordingRedis)(port=port, socket_timeout=TIMEOUT, retry=Retry(NoBackoff(), 0))
+    far.recording = game.recording
+    ledger = Ledger(far, POLICY, namespace, scripts=game.recording)
+    failures: list[BaseException] = []
+
+    def work(number: int) -> None:
+        steps = game.steps(number)
+        outcome: object = None
+        try:
+            while True:
+                method, *args = steps.send(outcome)
+                try:
+                    outcome = getattr(ledger, method)(*args)
+                except (LedgerUnavailable, FencedOut) as error:
+                    outcome = error
+        except StopIteration:
+            pass
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60.0)
+    ledger.close()
+    far.close()
+    assert not failures, failures
+    return game.end()
+
+
+def play_async(
+    port: int, near: redis.Redis, namespace: str, seed: int, *, workers: int = 6, rounds: int = 25
+) -> list[Entry]:
+    """The same with tasks of one event loop."""
+    game = _Game(near, namespace, seed, rounds, load())
+
+    async def work(ledger: AsyncLedger, number: int) -> None:
+        steps = game.steps(number)
+        outcome: object = None
+        while True:
+            try:
+                method, *args = steps.send(outcome)
+            except StopIteration:
+                return
+            try:
+                outcome = await getattr(ledger, method)(*args)
+            except (LedgerUnavailable, FencedOut) as error:
+                outcome = error
+
+    async def main() -> None:
+        retry = redis.asyncio.retry.Retry(NoBackoff(), 0)
+        far = RecordingAsyncRedis(port=port, socket_timeout=TIMEOUT, retry=retry)
+        far.recording = game.recording
+        ledger = AsyncLedger(far, POLICY, namespace, scripts=game.recording)
+        await asyncio.gather(*(work(ledger, number) for number in range(workers)))
+        await ledger.close()
+        await far.aclose()
+
+    asyncio.run(main())
+    return game.end()
+
+
+class _Game:
+    """What the workers do, at random but for the seed."""
+
+    def __init__(
+        self,
+        near: redis.Redis,
+        namespace: str,
+        seed: int,
+        rounds: int,
+        scripts: Mapping[str, Script],
+    ) -> None:
+        self.clock = Clock(Ledger(near, namespace=namespace))
+        self.recording = Recording(scripts, namespace)
+        self._near = near
+        self._namespace = namespace
+        self._seed = seed
+        self._rounds = rounds
+
+    def steps(self, number: int) -> Generator[tuple[Any, ...], Any, None]:
+        dice = random.Random(f"{self._seed}/{number}")
+        for turn in range(self._rounds):
+            if dice.random() < 0.5:
+                self.clock.turn(dice.choice((0.001, 0.5, POLICY.lease, -0.2)))
+            key = dice.choice(KEYS)
+            if dice.random() < 0.1:
+                yield "read", "acct", key
+            if dice.random() < 0.2:
+                self.recording.vanish(self._near, identify(self._namespace, "acct", key).row)
+            r = yield "claim", "acct", key, dice.choice("ffffg")
+            if not isinstance(r, Reservation):
+                continue
+            if dice.random() < 0.3:
+                yield "renew", r
+            if dice.random() < 0.3:
+                yield "checkpoint", r, f"step-{number}-{turn}", turn
+            if dice.random() < 0.3:
+                self.clock.turn(POLICY.lease)  # it stalls, and somebody may take over
+            answer = StoredResponse(dice.choice((200, 201)), (), f"{number}/{turn}".encode())
+            end = dice.choice(("complete", "complete", "fail", "release", "abandon", "twice"))
+            if end == "twice":
+                yield "complete", r, answer
+                yield "complete", r, answer
+            elif end in ("complete", "fail"):
+                yield end, r, answer
+            elif end == "release":
+                yield "release", r
+
+    def end(self) -> list[Entry]:
+        """Look at each row once more, and return everything that was sent."""
+        for key in KEYS:
+            call = operations.claim(identify(self._namespace, "acct", key), "last", "f", 1.0, 6000.0, 0.0, "")
+            words = self.recording.number(("EVAL", self.recording[call.script].text, 1, call.row, *call.args))
+            start = time.monotonic()
+            self.recording.note(words, start, self._near.execute_command(*words))  # type: ignore[no-untyped-call]
+        return self.recording.entries

@@ -1,0 +1,161 @@
+"""An application to attack: its views, its ledger, and its rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol, cast
+
+import pytest
+import redis
+from flask import Flask
+from flask.testing import FlaskClient
+from werkzeug.test import TestResponse
+
+from idemredis import Ledger, Policy
+from idemredis.core.keys import identify
+from idemredis.events import Event
+from idemredis.flask import Idempotency
+from tests.support.started import Servers
+from tests.support.subject import AnyServer
+
+PRINCIPAL = "acme"
+
+
+class Site:
+    """An application with its extension and ledger.
+
+    Attributes:
+        runs: what views have appended; its length is the counter that must not move on a refusal.
+        sent: the scripts that the ledger asked for, in order.
+        events: what the ledger told.
+        store: a plain client, to look at rows and to spoil them.
+    """
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        store: redis.Redis,
+        namespace: str,
+        *,
+        principal: Any = PRINCIPAL,
+        policy: Policy | None = None,
+        ledger: type[Ledger] = Ledger,
+        log_keys: bool = False,
+        app: Flask | None = None,
+        **settings: Any,
+    ) -> None:
+        self.runs: list[Any] = []
+        self.sent: list[str] = []
+        self.events: list[Event] = []
+        self.store = store
+        self.namespace = namespace
+        self._count(client)
+        self.ledger = ledger(client, policy, namespace, (self.events.append,), log_keys=log_keys)
+        self.app = Flask("shop") if app is None else app
+        self.app.config.update({f"IDEMREDIS_{name}": value for name, value in settings.items()})
+        self.idempotency = Idempotency(principal=principal, ledger=self.ledger)
+        self.idempotency.init_app(self.app)
+
+    @property
+    def client(self) -> FlaskClient:
+        return self.app.test_client()
+
+    def view(self, run: Callable[..., Any] | None = None, path: str = "/charges", **options: Any) -> None:
+        """Add a protected view that counts itself; it answers 201 with a body of its own each time."""
+
+        def charge(**args: Any) -> Any:
+            self.runs.append(path)
+            return (f"charge {len(self.runs)}", 201) if run is None else run(**args)
+
+        methods = ["POST", "PUT", "PATCH", "DELETE"]
+        protected = self.idempotency.protect(**options)(charge)
+        self.app.add_url_rule(path, path.replace(".", "-"), protected, methods=methods)
+
+    def send(
+        self, key: str | None = "k1", path: str = "/charges", method: str = "POST", **options: Any
+    ) -> TestResponse:
+        headers = list(options.pop("headers", ()))
+        options.setdefault("buffered", True)  # a stream that nobody reads is not settled
+        if key is not None:
+            headers.append(("Idempotency-Key", key))
+        if not options.keys() & {"data", "json", "input_stream"}:
+            options["json"] = {"amount": 1000}
+        return self.client.open(path, method=method, headers=headers, **options)
+
+    def row_name(self, key: str = "k1", principal: str = PRINCIPAL, operation: str = "") -> str:
+        return identify(self.namespace, principal, key, operation).row
+
+    def row(self, key: str = "k1", principal: str = PRINCIPAL, operation: str = "") -> dict[str, bytes]:
+        """Return the row's fields; none where there is no row."""
+        fields = cast(dict[bytes, bytes], self.store.hgetall(self.row_name(key, principal, operation)))
+        return {name.decode(): value for name, value in fields.items()}
+
+    def rows(self) -> dict[bytes, Any]:
+        """Return everything there is, byte for byte, without the time it has left."""
+        names = cast(list[bytes], self.store.keys())
+        return {name: self.store.dump(name) for name in names}
+
+    def omitted(self, key: str = "k1") -> bytes:
+        """Return why the finished row has no body; nothing where it has one."""
+        row = self.row(key)
+        assert "response_body" in row, f"the row is {row['status']!r}"
+        return row.get("response_omitted", b"")
+
+    def pttl(self, key: str = "k1") -> int:
+        """Return the milliseconds that the row still lives."""
+        left: int = self.store.pttl(self.row_name(key))
+        return left
+
+    def kept_headers(self, key: str = "k1") -> list[list[str]]:
+        headers: list[list[str]] = json.loads(self.row(key)["response_headers"])
+        return headers
+
+    def told(self) -> list[str]:
+        return [event.name for event in self.events]
+
+    def close(self) -> None:
+        self.ledger.close()
+        self.ledger.client.close()
+        self.store.close()
+
+    def _count(self, client: Any) -> None:
+        execute = client.execute_command
+
+        def counted(*words: Any, **options: Any) -> Any:
+            self.sent.append(str(words[0]))
+            return execute(*words, **options)
+
+        client.execute_command = counted
+
+
+class MakeSite(Protocol):
+    def __call__(self, server: AnyServer | None = None, **options: Any) -> Site: ...
+
+
+@pytest.fixture
+def make_site(every_key_left_expires: Servers, namespace: str) -> Iterator[MakeSite]:
+    """Make sites: `make_site(server, principal=…, policy=…, ledger=…, PROTOCOL="ietf", …)`."""
+    made: list[Site] = []
+
+    def make(server: AnyServer | None = None, **options: Any) -> Site:
+        server = server or every_key_left_expires.get("fakeredis")
+        client = options.pop("client", None) or server.client()
+        made.append(Site(client, server.client(), namespace, **options))
+        return made[-1]
+
+    yield make
+    for site in made:
+        site.close()
+
+
+@pytest.fixture
+def site(make_site: MakeSite) -> Site:
+    """A site whose `/charges` counts itself and answers 201."""
+    site = make_site()
+    site.view()
+    return site
+
+
+def bodies(responses: Iterable[TestResponse]) -> list[tuple[int, bytes]]:
+    return [(response.status_code, response.data) for response in responses]

@@ -1,1 +1,0 @@
-"""`reserve` and `once`, waiting, long work, and the examples."""
