@@ -39,7 +39,7 @@ ledger = Ledger.from_url(REDIS)
 @app.task(name="charge", autoretry_for=(KeyInProgress,), retry_backoff=1, max_retries=10)  # type: ignore[untyped-decorator]
 @ledger.once(principal="shop", key=lambda order: f"order-{order}", operation="charge", lease=2, wait=5)
 def charge(order: int, card: str, amount: int) -> str:
-    key = current_reservation().downstream_key("gateway")  # the same for every attempt at this order
+    key = current_reservation.downstream_key("gateway")  # the same for every attempt at this order
     return Gateway(GATEWAY).charge(card, amount, key)
 
 

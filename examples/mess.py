@@ -41,7 +41,7 @@ def make_mess(client: redis.Redis | redis.RedisCluster, namespace: str = "idem")
     killed = claim(ledger, "acct_carol", "order-3003", SOON)
     ledger.checkpoint(killed, "charging", {"amount": 4200})
     held = claim(ledger, "acct_carol", "order-3003", SOON)
-    ledger.leave(held, for_review=True)
+    ledger.hold(held, for_review=True)
     for r in (dead, held):
         ledger.claim(r.principal, r.key, r.fingerprint, wait=5.0, takeover=False)  # until its lease has run out
 

@@ -31,7 +31,7 @@ ledger = Ledger.from_url(REDIS)
 # A retried job waits for the lease of the killed one, and takes over.
 @ledger.once(principal="shop", key=lambda order: f"order-{order}", operation="charge", lease=2, wait=5)
 def charge(order: int, card: str, amount: int) -> str:
-    key = current_reservation().downstream_key("gateway")  # the same for every attempt at this order
+    key = current_reservation.downstream_key("gateway")  # the same for every attempt at this order
     return Gateway(GATEWAY).charge(card, amount, key)
 
 

@@ -128,7 +128,7 @@ def heartbeats(server: Server) -> Iterable[Figure]:
         client.config_resetstat()
         for r in held:
             assert isinstance(r, Reservation)
-            ours.keep(r)
+            ours.start_heartbeat(r)
         began = time.process_time()
         time.sleep(lease / 3 * beats)
         spent = time.process_time() - began
@@ -136,7 +136,7 @@ def heartbeats(server: Server) -> Iterable[Figure]:
         lost = sum(not (isinstance(r, Reservation) and r.held) for r in held)
         for r in held:
             assert isinstance(r, Reservation)
-            ours.leave(r)
+            ours.hold(r)
         ours.close()
     each = spent / renewed
     share = each * HELD / (Policy().lease / 3) * 100

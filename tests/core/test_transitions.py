@@ -10,18 +10,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from idemredis import (
-    ConfigurationError,
-    FencedOut,
-    InProgress,
-    Policy,
-    Replay,
-    Reservation,
-    Reused,
-    StoredResponse,
-    flows,
-    operations,
-)
+from idemredis import ConfigurationError, FencedOut, InProgress, Policy, Replay, Reservation, Reused, StoredResponse
+from idemredis.core import flows, operations
 from idemredis.core.keys import identify
 from idemredis.core.operations import Call
 from idemredis.core.outcomes import Lost, Stale
@@ -137,7 +127,7 @@ def test_a_claim_writes_the_row_that_the_design_names(subject: Subject) -> None:
     assert abs(created_at - time.time()) < SLACK
     assert about_retention(subject, subject.row(*ROW))
     assert (r.principal, r.key, r.operation, r.fingerprint, r.route) == (*ROW, "", "f", "")
-    assert (r.generation, r.taken_over, r.checkpoint, r.held) == (1, False, None, True)
+    assert (r.generation, r.taken_over, r.last_checkpoint, r.held) == (1, False, None, True)
     assert len(r.owner) == 16
     int(r.owner, 16)
 
@@ -409,7 +399,7 @@ def test_a_caller_that_loses_every_race_is_told_that_the_row_is_stale() -> None:
     while isinstance(step, operations.Call):
         asked.append(step.script)
         step = flow.send(Stale(7) if step.script == "claim" else Lost())
-    assert step == flows.Tell("in_progress", identity)
+    assert step == flows.Emit("in_progress", identity)
     with pytest.raises(StopIteration) as end:
         flow.send(None)
 
@@ -532,7 +522,7 @@ def test_a_claim_asked_again_by_its_owner_is_still_its_own(subject: Subject, clo
     again = ask(subject, claim)
 
     assert isinstance(again, Reservation)
-    assert (again.generation, again.owner, again.checkpoint) == (1, first.owner, ("charged", 1))
+    assert (again.generation, again.owner, again.last_checkpoint) == (1, first.owner, ("charged", 1))
     assert subject.fields(identity.row) == before
     assert about_retention(subject, identity.row)
 
@@ -621,11 +611,11 @@ def test_the_last_checkpoint_reaches_the_next_owner(subject: Subject, clock: Tur
     subject.checkpoint(a, "second", data)
     clock.turn(LEASE)
     b = subject.claimed(*ROW, "f")
-    assert b.checkpoint == ("second", data)
+    assert b.last_checkpoint == ("second", data)
 
     subject.checkpoint(b, "third", "of b")
     subject.release(b)
-    assert subject.claimed(*ROW, "f").checkpoint == ("third", "of b")
+    assert subject.claimed(*ROW, "f").last_checkpoint == ("third", "of b")
 
 
 def test_a_checkpoint_that_comes_late_does_not_replace_a_later_one(subject: Subject, clock: TurnedClock) -> None:

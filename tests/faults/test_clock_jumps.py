@@ -71,7 +71,7 @@ def test_forward_a_heartbeat_that_comes_before_the_next_claim_keeps_the_row(
     a = subject.claimed(*ROW)
     server.jump_to(HOUR)
     left = expires_at(subject.client, a.identity.row)
-    subject.keep(a)
+    subject.start_heartbeat(a)
     wait_until(lambda: expires_at(subject.client, a.identity.row) > left + HOUR * 1000 / 2)
 
     assert in_progress(subject.claim(*ROW), 3.0)

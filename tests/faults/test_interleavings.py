@@ -8,8 +8,9 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from idemredis import FencedOut, InProgress, LedgerUnavailable, Policy, Replay, Reservation, StoredResponse, flows
-from idemredis.core.flows import Flow, Sleep
+from idemredis import FencedOut, InProgress, LedgerUnavailable, Policy, Replay, Reservation, StoredResponse
+from idemredis.core import flows
+from idemredis.core.flows import Emit, Flow, InBackground, Sleep
 from idemredis.core.keys import Identity
 from idemredis.core.operations import Call
 from idemredis.core.outcomes import Done
@@ -114,10 +115,10 @@ class World:
                 case Sleep():
                     self.slept[flow] = self.slept.get(flow, 0.0) + step.seconds
                     result = self.now / 1000 + self.slept[flow]
-                case Later():
+                case InBackground():
                     self.background.add(step.flow)
                     self.go_on(step.flow, None)
-                case Tell():
+                case Emit():
                     self.told.append(step.event)
 
     def run(self) -> None:
@@ -267,7 +268,7 @@ def test_a_lost_claim_is_given_up_often_enough_that_nobody_waits_for_two_seconds
         IDENTITY, "a" * 16, "f", lease=lease, wait=0.0, takeover=True, policy=POLICY, created_at=0.0, route=""
     )
     step = claim.send(None)
-    while not isinstance(step, Later):
+    while not isinstance(step, InBackground):
         assert isinstance(step, Call)
         step = claim.throw(LedgerUnavailable("lost", unknown=True))
     release, now, gaps = step.flow, 0.0, [0.0]

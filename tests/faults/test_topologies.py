@@ -18,28 +18,18 @@ import redis.sentinel
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from idemredis import (
-    Ledger,
-    LedgerUnavailable,
-    NotDurable,
-    Policy,
-    Replay,
-    Reservation,
-    Row,
-    StoredResponse,
-    operations,
-)
+from idemredis import Ledger, LedgerUnavailable, NotDurable, Policy, Replay, Reservation, Row, StoredResponse
+from idemredis.core import operations
 from idemredis.core.outcomes import Renewed
-from tests.support.clusters import connect_often, keys_in, move_rows, moving
+from idemredis.store.evaluate import evaluate
+from tests.support.clusters import SETTLED_WITHIN, SLOTS, Cluster, connect_often, keys_in, move_rows, moving
 from tests.support.proxy import Proxy
 from tests.support.servers import Server, valkey
 from tests.support.subject import MakeSubject, Mode, Subject
 from tests.support.waiting import wait_until
 
-SLOTS = 16384
 RETENTION = Policy().retention
 ANSWER = StoredResponse(201, (), b"done")
-SETTLED_WITHIN = 30.0
 
 
 @pytest.fixture
@@ -89,8 +79,8 @@ def _move(before: Subject, after: Subject, from_: Server, to: Server, slot: int,
         assert [(type(r), r.generation) for r in new] == [(Reservation, 1)] * len(fresh)
         assert target.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) == len(fresh)
         for subject, r in ((before, old), (after, new[0])):
-            subject.keep(r)
-        assert isinstance(run(after.client, operations.renew(new[1], RETENTION)), Renewed)
+            subject.start_heartbeat(r)
+        assert isinstance(evaluate(after.client, [operations.renew(new[1], RETENTION)])[0], Renewed)
         before.complete(old, ANSWER)
         move_rows(slot, from_, to)
         assert after.claim("acct", there, "f") == Replay(ANSWER, 1, False)
@@ -127,10 +117,10 @@ def test_a_heartbeat_finds_the_primary_that_took_over(cluster: Cluster, make_sub
     with cluster.nodes[0].client() as primary:
         wait_until(lambda: primary.set("{06S}", 1, px=60_000) and primary.wait(1, 500) == 1)
     for subject, r in zip(subjects, held, strict=True):
-        subject.keep(r)
+        subject.start_heartbeat(r)
     cluster.nodes[0].kill()
-    until = [r.hold.until for r in held]
-    wait_until(lambda: all(r.hold.until > then for r, then in zip(held, until, strict=True)), SETTLED_WITHIN)
+    until = [r.lease.expires_at for r in held]
+    wait_until(lambda: all(r.lease.expires_at > then for r, then in zip(held, until, strict=True)), SETTLED_WITHIN)
     assert all(r.held for r in held)
 
 

@@ -769,7 +769,7 @@ def test_recover_can_give_the_answer_instead_of_the_view(make_site: MakeSite, cl
     def recover(reservation: Reservation) -> Any:
         seen.append(reservation)
         assert current_reservation.generation == 2
-        return {"recovered": reservation.checkpoint}, 202, {"Location": "/charges/ch_1"}
+        return {"recovered": reservation.last_checkpoint}, 202, {"Location": "/charges/ch_1"}
 
     _stale(site, clock, recover=recover)
     first, again = site.send(), site.send()

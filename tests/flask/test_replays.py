@@ -370,7 +370,7 @@ def test_the_view_can_take_its_decision_back_and_a_wrong_one_is_refused(site: Si
         current_reservation.outcome = "release"
         current_reservation.outcome = None
         with pytest.raises(ValueError, match="outcome must be one of store, omit, release, hold"):
-            current_reservation.outcome = "keep"  # type: ignore[assignment]
+            current_reservation.outcome = "start_heartbeat"  # type: ignore[assignment]
         return "done"
 
     site.view(view, "/things")
@@ -766,8 +766,7 @@ def test_an_answer_that_a_worker_stored_is_replayed_over_http(site: Site) -> Non
 
     def view() -> Any:
         current_reservation.outcome = "hold"
-        reservation = current_reservation.reservation
-        site.ledger.complete(reservation, StoredResponse(207, (("X-Worker", "1"),), b"by a worker"))
+        site.ledger.complete(current_reservation, StoredResponse(207, (("X-Worker", "1"),), b"by a worker"))
         return "accepted", 202
 
     site.view(view, "/things")

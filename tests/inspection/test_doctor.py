@@ -15,7 +15,7 @@ import redis.asyncio
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from idemredis import AsyncLedger, Ledger, Policy, Reservation, StoredResponse, doctor
+from idemredis import AsyncLedger, Ledger, Policy, Reservation, StoredResponse
 from idemredis.inspection.diagnosis import Report, Server, TTLs, client_findings, clock_finding, server_findings
 from idemredis.store.nodes import primaries
 from tests.support import servers
@@ -57,7 +57,7 @@ def test_a_server_that_is_fit_has_no_problem_and_nothing_is_left_on_it(
     for i in range(10):
         assert isinstance(ledger.claim("a", f"k{i}", "f"), Reservation)
     before = {row for node in primaries(place.client) for row in node.scan_iter()}
-    report = doctor.check(ledger)
+    report = ledger.check()
     assert report.healthy
     assert report.reachable
     expected = CHECKS | ({"cluster"} if place.kind == "cluster" else set())
@@ -78,12 +78,12 @@ def test_the_same_is_found_through_an_async_ledger(place: Place, namespace: str)
         else:
             client = place.nodes[0].async_client(socket_timeout=5.0)
         try:
-            return await doctor.check_async(AsyncLedger(client, namespace=namespace))
+            return await AsyncLedger(client, namespace=namespace).check()
         finally:
             await client.aclose()
 
     report = asyncio.run(check())
-    same = doctor.check(Ledger(place.client, namespace=namespace))
+    same = Ledger(place.client, namespace=namespace).check()
     aside = {"client", "round trip"}  # the client is another one, and the machine may be busy
     summary, others = (
         sorted((f.check, f.verdict, f.node) for f in each.findings if f.check not in aside) for each in (report, same)
@@ -111,26 +111,26 @@ def test_json_has_every_finding_and_the_exit_code_is_the_verdict(place: Place, r
 @pytest.mark.usefixtures("restored")
 def test_what_a_server_is_set_to_is_judged(place: Place, ledger: Ledger) -> None:
     nodes = primaries(place.client)
-    assert "the append-only file is off" in of(doctor.check(ledger), "persistence").reason
+    assert "the append-only file is off" in of(ledger.check(), "persistence").reason
     for node in nodes:
         node.config_set("appendonly", "yes")
-    assert "the last second" in of(doctor.check(ledger), "persistence").reason
+    assert "the last second" in of(ledger.check(), "persistence").reason
     for node in nodes:
         node.config_set("appendfsync", "always")
-    assert "nothing acknowledged is lost" in of(doctor.check(ledger), "persistence").reason
+    assert "nothing acknowledged is lost" in of(ledger.check(), "persistence").reason
     nodes[0].config_set("appendfsync", "no")
-    assert of(doctor.check(ledger), "persistence").verdict == "warning"
+    assert of(ledger.check(), "persistence").verdict == "warning"
 
-    assert "8192" in of(doctor.check(ledger), "packing").fix
+    assert "8192" in of(ledger.check(), "packing").fix
     for node in nodes:
         node.config_set("hash-max-listpack-value", 8192)
-    assert of(doctor.check(ledger), "packing").fix == ""
+    assert of(ledger.check(), "packing").fix == ""
 
     used = nodes[0].info("memory")["used_memory"]
     nodes[0].config_set("maxmemory", used + 10_000_000)
-    assert of(doctor.check(ledger), "memory").verdict == "warning"
+    assert of(ledger.check(), "memory").verdict == "warning"
     nodes[0].config_set("maxmemory", 1)
-    full = doctor.check(ledger)
+    full = ledger.check()
     assert of(full, "memory").verdict == "problem"
 
 
@@ -138,7 +138,7 @@ def test_a_full_server_is_found_out_by_a_claim(real_server: servers.Server, name
     with real_server.client() as client:
         client.config_set("maxmemory", 1)
         try:
-            broken = of(doctor.check(Ledger(client, namespace=namespace)), "scripts")
+            broken = of(Ledger(client, namespace=namespace).check(), "scripts")
         finally:
             client.config_set("maxmemory", 0)
     assert broken.verdict == "problem"
@@ -155,7 +155,7 @@ def test_rows_that_never_expire_or_are_of_another_version_are_found(
     lasting, strange = f"{namespace}:a:k29", f"{namespace}:a:k7"
     place.client.persist(lasting)
     place.client.hset(strange, "status", "cancelled")
-    report = doctor.check(ledger)
+    report = ledger.check()
     assert of(report, "expiry").verdict == "problem"
     assert of(report, "expiry").reason.startswith("1 of all 30 rows")
     assert of(report, "rows").verdict == "warning"
@@ -167,7 +167,7 @@ def test_rows_that_never_expire_or_are_of_another_version_are_found(
 
     lasting = f"{namespace}:a:k3"  # without its TTL a pending row has no clock
     place.client.persist(lasting)
-    report = doctor.check(ledger)
+    report = ledger.check()
     place.client.delete(lasting)
     assert of(report, "expiry").reason.startswith("1 of all 30 rows")
     assert "it is pending and has no TTL" in of(report, "rows").reason
@@ -178,7 +178,7 @@ def test_only_as_many_rows_are_looked_at_as_asked(valkey_server: servers.Server,
         ledger = Ledger(client, namespace=namespace)
         for i in range(300):
             ledger.claim("a", f"k{i}", "f")
-        looked = int(of(doctor.check(ledger, sample=50), "rows").reason.split()[2])
+        looked = int(of(ledger.check(sample=50), "rows").reason.split()[2])
         assert 50 <= looked < 150
         ledger.close()
 
@@ -188,7 +188,7 @@ def test_what_the_server_refuses_to_tell_is_unknown_and_no_problem(real_server: 
     with real_server.client() as admin:
         admin.execute_command("ACL", "SETUSER", "mute", "on", ">pw", *app, "+pexpire", "+pttl", "+del")
         with real_server.client(username="mute", password="pw") as client:
-            report = doctor.check(Ledger(client, namespace=namespace))
+            report = Ledger(client, namespace=namespace).check()
         admin.acl_deluser("mute")
     assert report.healthy
     assert of(report, "scripts").verdict == "ok"
@@ -204,7 +204,7 @@ def test_a_command_that_is_denied_is_named_and_no_row_stays(
         admin.script_flush()
         admin.execute_command("ACL", "SETUSER", "less", "on", ">pw", "~*", "&*", "+@all", f"-{denied}")
         with real_server.client(username="less", password="pw") as client:
-            broken = of(doctor.check(Ledger(client, namespace=namespace)), "scripts")
+            broken = of(Ledger(client, namespace=namespace).check(), "scripts")
         admin.acl_deluser("less")
         assert broken.verdict == "problem"
         assert "acl" in broken.fix
@@ -220,13 +220,13 @@ def test_a_replica_is_no_place_for_a_ledger(tmp_path: Path, namespace: str) -> N
     ):
         client.replicaof("127.0.0.1", primary.port)
         wait_until(lambda: client.info("replication")["master_link_status"] == "up", 20.0)
-        report = doctor.check(Ledger(client, namespace=namespace))
+        report = Ledger(client, namespace=namespace).check()
         assert of(report, "replication").verdict == "problem"
         assert str(primary.port) in of(report, "replication").reason
         assert of(report, "scripts").verdict == "problem"
         enough = Ledger(main, Policy(min_replicas=1), namespace)
-        wait_until(lambda: of(doctor.check(enough), "replication").verdict == "ok")
-        few = of(doctor.check(Ledger(main, Policy(min_replicas=2), namespace)), "replication")
+        wait_until(lambda: of(enough.check(), "replication").verdict == "ok")
+        few = of(Ledger(main, Policy(min_replicas=2), namespace).check(), "replication")
         assert few.verdict == "problem"
         assert "min_replicas=2" in few.reason
 
@@ -234,13 +234,13 @@ def test_a_replica_is_no_place_for_a_ledger(tmp_path: Path, namespace: str) -> N
 @pytest.mark.parametrize("place", ["cluster"], indirect=True)
 def test_a_cluster_whose_client_is_none_and_one_with_slots_missing(place: Place, ledger: Ledger) -> None:
     with place.nodes[0].client() as client:
-        assert of(doctor.check(Ledger(client)), "cluster").verdict == "problem"
+        assert of(Ledger.check(client), "cluster").verdict == "problem"
         held = client.cluster("INFO")
-        assert of(doctor.check(ledger), "cluster").verdict == "ok"
+        assert of(ledger.check(), "cluster").verdict == "ok"
         client.execute_command("CLUSTER", "DELSLOTS", 42)
         try:
             wait_until(lambda: client.cluster("INFO")["cluster_state"] == "fail")
-            broken = of(doctor.check(ledger), "cluster")
+            broken = of(ledger.check(), "cluster")
         finally:
             client.execute_command("CLUSTER", "ADDSLOTS", 42)
             wait_until(lambda: client.cluster("INFO")["cluster_state"] == held["cluster_state"])
@@ -257,7 +257,7 @@ def test_sentinels_that_see_no_quorum_are_a_warning(tmp_path: Path, namespace: s
             made: Any = redis.Sentinel
             sentinel = made([("127.0.0.1", watcher.port)], socket_timeout=1.0)
             client = sentinel.master_for("ledger", socket_timeout=1.0)
-            found = of(doctor.check(Ledger(client, namespace=namespace)), "sentinel")
+            found = of(Ledger(client, namespace=namespace).check(), "sentinel")
             client.close()
             sentinel.sentinels[0].close()
             watcher.stop()
@@ -270,10 +270,10 @@ def test_a_server_that_is_away_or_hangs_is_unreachable(tmp_path: Path, namespace
         with server.client(**options) as client:
             ledger = Ledger(client, namespace=namespace)
             os.kill(server.pid, signal.SIGSTOP)
-            hung = doctor.check(ledger)
+            hung = ledger.check()
             os.kill(server.pid, signal.SIGCONT)
             server.kill()
-            gone = doctor.check(ledger)
+            gone = ledger.check()
         for report in (hung, gone):
             assert not report.reachable
             assert report.verdict == "problem"
@@ -338,7 +338,7 @@ def test_a_check_leaves_no_trace_in_a_ledgers_events(valkey_server: servers.Serv
     told: list[Any] = []
     with valkey_server.client() as client:
         ledger = Ledger(client, namespace=namespace, observers=[told.append])
-        doctor.check(ledger)
+        ledger.check()
         r = ledger.claim("a", "k", "f")
         assert isinstance(r, Reservation)
         ledger.complete(r, StoredResponse(204))

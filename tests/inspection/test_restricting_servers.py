@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from idemredis import Ledger, Policy, Reservation, doctor
+from idemredis import Ledger, Policy, Reservation
 from idemredis.inspection.diagnosis import Report
 from tests.support.reports import of
 from tests.support.restricting import (
@@ -27,7 +27,7 @@ def examine(server: Server, namespace: str, *restrictions: Restriction, policy: 
         for i in range(3):
             assert isinstance(rows.claim("a", f"k{i}", "f"), Reservation)
         ledger = Ledger.from_url(proxy.url, policy, namespace)
-        report = doctor.check(ledger)
+        report = ledger.check()
         ledger.close()
         assert sorted(direct.keys()) == [f"{namespace}:a:k{i}".encode() for i in range(3)]
     return report

@@ -16,21 +16,13 @@ import redis.asyncio.retry
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from idemredis import (
-    Event,
-    FencedOut,
-    InProgress,
-    LedgerUnavailable,
-    Policy,
-    Replay,
-    Reservation,
-    StoredResponse,
-    background,
-    flows,
-)
+from idemredis import Event, FencedOut, InProgress, LedgerUnavailable, Policy, Replay, Reservation, StoredResponse
+from idemredis.core import flows
 from idemredis.core.flows import Sleep
 from idemredis.core.operations import Call
 from idemredis.core.outcomes import Fenced
+from idemredis.core.reservation import Lease
+from idemredis.ledger import agenda
 from tests.support.clock import TurnedClock, expires_at
 from tests.support.proxy import Proxy
 from tests.support.servers import Server
@@ -65,8 +57,8 @@ def is_taken(subject: Subject, key: str) -> bool:
 @pytest.fixture(autouse=True)
 def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not make each test wait for a thread with nothing to do to end."""
-    assert background.IDLE <= 2.0
-    monkeypatch.setattr(background, "IDLE", 0.05)
+    assert agenda.IDLE <= 2.0
+    monkeypatch.setattr(agenda, "IDLE", 0.05)
 
 
 def test_a_kept_reservation_is_not_taken_over_while_it_lasts(
@@ -75,7 +67,7 @@ def test_a_kept_reservation_is_not_taken_over_while_it_lasts(
     subject = make_subject(mode, server, policy=BUSY)
     r = subject.claimed(*ROW, "f")
     ends = expires_at(subject.client, r.identity.row)
-    subject.keep(r)
+    subject.start_heartbeat(r)
     while expires_at(subject.client, r.identity.row) < ends + 1000:
         assert isinstance(subject.claim(*ROW, "f"), InProgress)
         assert r.held
@@ -88,7 +80,7 @@ def test_a_kept_reservation_is_not_taken_over_while_it_lasts(
 def test_a_lease_is_renewed_at_each_third_of_it(make_subject: MakeSubject, mode: Mode, valkey_server: Server) -> None:
     subject = make_subject(mode, valkey_server, policy=Policy(lease=3.0))
     r = subject.claimed(*ROW, "f")
-    subject.keep(r)
+    subject.start_heartbeat(r)
     times = [expiry(subject, r)]
     for _ in range(3):
         wait_until(lambda: expiry(subject, r) > times[-1])
@@ -105,7 +97,7 @@ def test_a_reservation_that_is_not_kept_is_taken_over(
         subject = make_subject(mode, valkey_server, policy=policy)
         r = subject.claimed("acct_1", f"keep-{keep}", "f")
         if keep:
-            subject.keep(r)
+            subject.start_heartbeat(r)
         wait_until(partial(is_taken, subject, r.key))
         assert not r.held
         with pytest.raises(FencedOut):
@@ -113,20 +105,20 @@ def test_a_reservation_that_is_not_kept_is_taken_over(
         assert subject.at_work() == 0
 
 
-@pytest.mark.parametrize("ending", ["complete", "fail", "release", "leave"])
+@pytest.mark.parametrize("ending", ["complete", "fail", "release", "hold"])
 def test_a_heartbeat_ends_with_the_attempt_and_never_revives_the_row(
     make_subject: MakeSubject, mode: Mode, valkey_server: Server, ending: str
 ) -> None:
     events: list[Event] = []
     subject = make_subject(mode, valkey_server, policy=SHORT, observers=[events.append])
     r = subject.claimed(*ROW, "f")
-    subject.keep(r)
+    subject.start_heartbeat(r)
     wait_until(subject.at_work)
     getattr(subject, ending)(*(r, ANSWER)[: 2 if ending in ("complete", "fail") else 1])
     left = state(subject, r)
     assert not r.held
     wait_until(lambda: subject.at_work() == 0)
-    subject.keep(r)  # too late
+    subject.start_heartbeat(r)  # too late
     wait_until(lambda: subject.at_work() == 0)
 
     assert state(subject, r) == left
@@ -139,7 +131,7 @@ def test_a_heartbeat_ends_after_the_longest_hold_so_that_a_hung_handler_can_be_t
     subject = make_subject(mode, valkey_server, policy=Policy(lease=3.0, max_hold=4.0))
     began = time.monotonic()
     r = subject.claimed(*ROW, "f")
-    subject.keep(r)
+    subject.start_heartbeat(r)
     wait_until(lambda: isinstance(subject.claim(*ROW, "f"), Reservation))
 
     assert 4.0 <= time.monotonic() - began < 15.0
@@ -155,7 +147,7 @@ def test_a_heartbeat_that_is_fenced_says_so_and_leaves_the_successor_alone(
     subject = make_subject(mode, valkey_server, policy=SHORT, observers=[events.append])
     other = make_subject(mode, valkey_server, policy=Policy(lease=100))
     a = subject.claimed(*ROW, "f")
-    subject.keep(a)
+    subject.start_heartbeat(a)
 
     def taken() -> bool:
         clock.turn(1)
@@ -179,7 +171,7 @@ def test_a_row_that_is_gone_ends_its_heartbeat_and_does_not_come_back(
 ) -> None:
     subject = make_subject(mode, valkey_server, policy=SHORT)
     r = subject.claimed(*ROW, "f")
-    subject.keep(r)
+    subject.start_heartbeat(r)
     subject.client.delete(r.identity.row)
     wait_until(lambda: not r.held)
     wait_until(lambda: subject.at_work() == 0)
@@ -194,7 +186,7 @@ def test_a_reservation_is_not_held_during_an_outage_longer_than_its_lease_and_is
     with Proxy(valkey_server.port) as proxy:
         subject = make_subject(mode, valkey_server, policy=SHORT, **through(proxy, mode))
         r = subject.claimed(*ROW, "f")
-        subject.keep(r)
+        subject.start_heartbeat(r)
         proxy.refuse()
         wait_until(lambda: not r.held)
         proxy.refuse(False)
@@ -212,7 +204,7 @@ def test_one_thread_or_task_keeps_all_reservations(
     subject = make_subject(mode, valkey_server, policy=Policy(lease=3.0))
     kept = [subject.claimed("acct_1", f"key-{i}", "f") for i in range(200)]
     for r in kept:
-        subject.keep(r)
+        subject.start_heartbeat(r)
     ends = {r.key: expiry(subject, r) for r in kept}
     for r in kept:
         wait_until(partial(renewed, subject, r, ends[r.key]))
@@ -229,8 +221,8 @@ def test_renewals_that_are_due_together_go_out_together(
     subject = make_subject(mode, valkey_server, policy=Policy(lease=3.0))
     kept = [subject.claimed("acct_1", f"key-{i}", "f") for i in range(50)]
     for r in kept:
-        r.hold.until = kept[-1].hold.until  # as if all had been claimed at the same time
-        subject.keep(r)
+        r.lease.expires_at = kept[-1].lease.expires_at  # as if all had been claimed at the same time
+        subject.start_heartbeat(r)
     started = subject.client.info("stats")["total_reads_processed"]
     ends = [expiry(subject, r) for r in kept]
     looks = 0
@@ -250,11 +242,11 @@ def test_a_beat_that_is_due_before_the_others_does_not_wait_for_them(
     make_subject: MakeSubject, mode: Mode, valkey_server: Server
 ) -> None:
     subject = make_subject(mode, valkey_server, policy=Policy(lease=60.0))
-    subject.keep(subject.claimed("acct_1", "long", "f"))
+    subject.start_heartbeat(subject.claimed("acct_1", "long", "f"))
     wait_until(subject.at_work)
     short = subject.claimed("acct_1", "short", "f", lease=1.2)
     end = expiry(subject, short)
-    subject.keep(short)
+    subject.start_heartbeat(short)
 
     wait_until(lambda: renewed(subject, short, end))
     assert short.held
@@ -266,7 +258,7 @@ def test_no_lease_is_renewed_when_the_ledger_is_closed_or_after_that(
     subject = make_subject(mode, valkey_server, policy=BUSY)
     beating, waiting = subject.claimed("acct_1", "beating", "f"), subject.claimed("acct_1", "waiting", "f", lease=3.0)
     for r in (beating, waiting):
-        subject.keep(r)
+        subject.start_heartbeat(r)
     ends = expiry(subject, beating)
     wait_until(lambda: renewed(subject, beating, ends))
     before = [state(subject, r) for r in (beating, waiting)]
@@ -275,7 +267,7 @@ def test_no_lease_is_renewed_when_the_ledger_is_closed_or_after_that(
 
     another = subject.claimed("acct_1", "another", "f")
     ends = expiry(subject, another)
-    subject.keep(another)
+    subject.start_heartbeat(another)
     wait_until(lambda: renewed(subject, another, ends + 1000))  # by then the others would have been due
     assert [state(subject, r) for r in (beating, waiting)] == before
 
@@ -287,11 +279,11 @@ def test_a_renewal_that_was_under_way_when_the_attempt_ended_has_nothing_to_say(
     r = subject.claimed(*ROW, "f")
     flow = flows.heartbeat(r, BUSY)
     assert next(flow) == Sleep(0.0)
-    assert isinstance(flow.send(r.hold.until), Call)
+    assert isinstance(flow.send(r.lease.expires_at), Call)
     subject.complete(r, ANSWER)
     with pytest.raises(StopIteration):
         flow.send(Fenced())
-    assert not r.hold.fenced
+    assert not r.lease.fenced
 
 
 def test_what_the_garbage_collector_settles_in_the_middle_of_a_keep_does_not_lock_it_up(
@@ -299,21 +291,21 @@ def test_what_the_garbage_collector_settles_in_the_middle_of_a_keep_does_not_loc
 ) -> None:
     subject = make_subject("sync", valkey_server)
     first, second = (subject.claimed("acct_1", key, "f") for key in ("first", "second"))
-    beats_at = Hold.beats_at
-    collected: list[Hold] = []
+    first_heartbeat_at = Lease.first_heartbeat_at
+    collected: list[Lease] = []
 
-    def collecting(hold: Hold) -> float:
+    def collecting(lease: Lease) -> float:
         if not collected:
-            collected.append(hold)
-            subject.keep(second)
-        return beats_at(hold)
+            collected.append(lease)
+            subject.start_heartbeat(second)
+        return first_heartbeat_at(lease)
 
-    monkeypatch.setattr(Hold, "beats_at", collecting)
-    thread = threading.Thread(target=subject.keep, args=(first,), daemon=True)
+    monkeypatch.setattr(Lease, "first_heartbeat_at", collecting)
+    thread = threading.Thread(target=subject.start_heartbeat, args=(first,), daemon=True)
     thread.start()
     thread.join(5.0)
     assert not thread.is_alive()
-    assert collected == [first.hold]
+    assert collected == [first.lease]
 
 
 def test_nothing_is_kept_in_memory_of_reservations_that_ended(
@@ -322,7 +314,7 @@ def test_nothing_is_kept_in_memory_of_reservations_that_ended(
     subject = make_subject(mode, valkey_server)
     for i in range(100):
         r = subject.claimed("acct_1", f"key-{i}", "f")
-        subject.keep(r)
+        subject.start_heartbeat(r)
         subject.complete(r, ANSWER)
     gc.collect()
 
@@ -360,7 +352,7 @@ def names(events: list[Event]) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["sync"])
-@pytest.mark.parametrize("then", ["keep", "close"])
+@pytest.mark.parametrize("then", ["start_heartbeat", "close"])
 def test_an_answer_waits_where_no_thread_can_be_started(
     far: Subject, proxy: Proxy, events: list[Event], caplog: pytest.LogCaptureFixture, then: str
 ) -> None:
@@ -381,7 +373,7 @@ def test_an_answer_waits_where_no_thread_can_be_started(
             far.complete(first, ANSWER)
     assert "can't start new thread" in caplog.text
     proxy.refuse(False)
-    far.flush() if then == "close" else far.keep(second)
+    far.flush() if then == "close" else far.start_heartbeat(second)
 
     wait_until(lambda: names(events) == ["completed"])
     assert far.claim("acct_1", "first", "f") == Replay(ANSWER, 1, False)
@@ -391,7 +383,7 @@ def test_an_answer_waits_where_no_thread_can_be_started(
 def test_an_answer_for_which_there_is_no_room_is_lost_and_that_is_told(
     far: Subject, proxy: Proxy, events: list[Event], monkeypatch: pytest.MonkeyPatch, bound: str, value: int, lost: int
 ) -> None:
-    monkeypatch.setattr(background, bound, value)
+    monkeypatch.setattr(agenda, bound, value)
     held = [far.claimed("acct_1", f"key-{i}", "f") for i in range(3)]
     proxy.refuse()
     for r in held:
@@ -464,7 +456,7 @@ def test_observers_are_told_what_happens_to_a_row(
     c = subject.claimed("acct_1", "key-2", "f")
     subject.release(c)
     d = subject.claimed("acct_1", "key-2", "f")
-    subject.leave(d, for_review=True)
+    subject.hold(d, for_review=True)
     subject.fail(d, ANSWER)
 
     assert [(event.name, event.generation) for event in events] == [

@@ -579,7 +579,7 @@ def test_a_field_that_this_version_does_not_know_is_left_alone(subject: Subject,
     assert kept()
     clock.turn(31)
     b = subject.claimed(*ROW, "f")
-    assert (b.generation, b.checkpoint, kept()) == (2, ("charged", 1), True)
+    assert (b.generation, b.last_checkpoint, kept()) == (2, ("charged", 1), True)
     subject.release(b)
     assert kept()
     c = subject.claimed(*ROW, "f")

@@ -132,7 +132,7 @@ def growth(url: str, namespace: str, heartbeat: bool, keys: int) -> tuple[int, i
         for number in range(first, last):
             r = ledger.claim("acct_1", f"key-{number}", FINGERPRINT)
             assert isinstance(r, Reservation)
-            ledger.keep(r)
+            ledger.start_heartbeat(r)
             ledger.complete(r, ANSWER)
             assert isinstance(ledger.claim("acct_1", f"key-{number}", FINGERPRINT), Replay)
 

@@ -90,7 +90,7 @@ def test_the_heartbeat_ends_at_max_hold_so_that_hung_work_is_taken_over(
 ) -> None:
     worker = make_worker("sync", valkey_server, policy=Policy(lease=1.5, max_hold=3.0))
 
-    def hung(r: Reserved) -> None:
+    def hung(r: Reservation) -> None:
         began = time.monotonic()
         wait_until(lambda: isinstance(worker.looking.claim("worker", "k", "f"), Reservation))
         assert 3.0 <= time.monotonic() - began < 15.0

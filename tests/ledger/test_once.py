@@ -465,7 +465,7 @@ def test_recover_answers_for_an_attempt_that_did_not_finish(worker: Worker, cloc
 
     def recover(r: Reservation) -> object:
         seen.append(r)
-        return {"found": r.checkpoint}
+        return {"found": r.last_checkpoint}
 
     def work() -> object:
         raise AssertionError("ran again")
@@ -516,12 +516,12 @@ def test_recover_of_an_async_function_may_be_async(make_worker: MakeWorker, serv
 
 def test_the_function_can_ask_for_its_reservation(worker: Worker) -> None:
     def inner() -> object:
-        return current_reservation().key
+        return current_reservation.key
 
     def outer() -> object:
-        before = current_reservation()
+        before = current_reservation
         told = nested() if worker.mode == "sync" else None
-        assert current_reservation() is before
+        assert current_reservation is before
         assert before.held
         return [before.key, before.generation, told]
 
@@ -529,7 +529,7 @@ def test_the_function_can_ask_for_its_reservation(worker: Worker) -> None:
     expected = ["outer", 1, "inner" if worker.mode == "sync" else None]
     assert worker.once(outer, principal="worker", key="outer")() == expected
     with pytest.raises(LookupError):
-        current_reservation()
+        current_reservation
 
 
 def test_who_is_fenced_out_still_gets_its_own_value(worker: Worker, clock: TurnedClock) -> None:
@@ -542,7 +542,7 @@ def test_who_is_fenced_out_still_gets_its_own_value(worker: Worker, clock: Turne
             worker.looking.complete(successor, StoredResponse(200, JSON, b'"theirs"'))
             from_then_on.enter_context(worker.unchanged("k"))
             with pytest.raises(FencedOut):
-                worker.looking.renew(current_reservation())
+                worker.looking.renew(current_reservation)
             return "mine"
 
         once = worker.once(overtaken, principal="worker", key="k", operation="", fingerprint="f")

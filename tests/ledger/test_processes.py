@@ -107,7 +107,7 @@ def until_at(r):
 
 ledger = Ledger.from_url(f"redis://127.0.0.1:{sys.argv[1]}/0", policy=Policy(lease=1.0), namespace=sys.argv[2])
 parents = ledger.claim("acct_1", "parents", "f")
-ledger.keep(parents)
+ledger.start_heartbeat(parents)
 first = until_at(parents)
 wait_until(lambda: until_at(parents) > first)  # its thread is at work
 
@@ -116,7 +116,7 @@ if os.fork():
 
 childs = ledger.claim("acct_1", "childs", "f")
 assert isinstance(childs, Reservation)
-ledger.keep(childs)
+ledger.start_heartbeat(childs)
 first = until_at(childs)
 wait_until(lambda: until_at(childs) > first + 1200)  # the child has a thread of its own
 assert childs.held
@@ -199,7 +199,7 @@ ledger = AsyncLedger.from_url(proxy.url, namespace=sys.argv[2])
 
 async def main():
     r = await ledger.claim("acct_1", "key-1", "f")
-    await ledger.keep(r)
+    await ledger.start_heartbeat(r)
     proxy.refuse()
     try:
         await ledger.complete(r, StoredResponse(201, (), b"done"))

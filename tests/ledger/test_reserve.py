@@ -37,19 +37,19 @@ from tests.support.worker import MakeWorker, Worker
 ANSWER = StoredResponse(201, (("content-type", "text/plain"),), b"\xff\x00")
 
 
-def nothing(r: Reserved) -> None:
+def nothing(r: Reservation) -> None:
     """A block that does nothing."""
 
 
 def failing(error: BaseException) -> Any:
-    def work(r: Reserved) -> None:
+    def work(r: Reservation) -> None:
         raise error
 
     return work
 
 
 def storing(value: object) -> Any:
-    def work(r: Reserved) -> None:
+    def work(r: Reservation) -> None:
         r.result = value
 
     return work
@@ -71,7 +71,7 @@ def test_a_block_that_says_nothing_stores_null(worker: Worker) -> None:
 
 
 def test_a_block_may_store_a_response_of_its_own(worker: Worker) -> None:
-    def work(r: Reserved) -> None:
+    def work(r: Reservation) -> None:
         r.response = ANSWER
 
     worker.reserve(work, "worker", "k", "f")
@@ -79,7 +79,7 @@ def test_a_block_may_store_a_response_of_its_own(worker: Worker) -> None:
 
 
 def test_what_is_no_response_is_refused_where_it_is_set(worker: Worker) -> None:
-    def work(r: Reserved) -> None:
+    def work(r: Reservation) -> None:
         with pytest.raises(InvalidResponse):
             r.response = b"bytes"  # type: ignore[assignment]
         with pytest.raises(AttributeError):
@@ -92,12 +92,12 @@ def test_what_is_no_response_is_refused_where_it_is_set(worker: Worker) -> None:
 
 
 def test_the_block_has_all_that_a_reservation_has(worker: Worker) -> None:
-    seen: list[Reserved] = []
+    seen: list[Reservation] = []
     worker.reserve(seen.append, "worker", "k", "f", operation="op", lease=7.0, route="mail.send")
     r = seen[0]
     assert isinstance(r, Reservation)
     assert (r.principal, r.key, r.operation, r.fingerprint) == ("worker", "k", "op", "f")
-    assert (r.generation, r.taken_over, r.checkpoint, r.route) == (1, False, None, "mail.send")
+    assert (r.generation, r.taken_over, r.last_checkpoint, r.route) == (1, False, None, "mail.send")
     row = worker.row("k", operation="op")
     assert (row.route, row.lease) == ("mail.send", 7.0)
     other = worker.looking.claim("worker", "k2", "f", "op")
@@ -192,7 +192,7 @@ def test_an_error_text_is_cut_so_that_it_can_be_kept(worker: Worker) -> None:
 def test_a_checkpoint_of_the_block_is_there_for_whoever_takes_over(worker: Worker) -> None:
     keys: list[str] = []
 
-    def work(r: Reserved) -> Any:
+    def work(r: Reservation) -> Any:
         keys.append(r.downstream_key("card"))
         saved = worker.ledger.checkpoint(r, "charged", {"charge": "ch_1"})
 
@@ -206,9 +206,9 @@ def test_a_checkpoint_of_the_block_is_there_for_whoever_takes_over(worker: Worke
 
     with pytest.raises(ZeroDivisionError):
         worker.reserve(work, "worker", "k", "f")
-    seen: list[Reserved] = []
+    seen: list[Reservation] = []
     worker.reserve(seen.append, "worker", "k", "f")
-    assert seen[0].checkpoint == ("charged", {"charge": "ch_1"})
+    assert seen[0].last_checkpoint == ("charged", {"charge": "ch_1"})
     assert seen[0].taken_over
     assert keys == [seen[0].downstream_key("card")]
 
@@ -216,7 +216,7 @@ def test_a_checkpoint_of_the_block_is_there_for_whoever_takes_over(worker: Worke
 def test_who_is_fenced_out_ends_the_block_as_ever_and_the_log_and_one_event_say_so(
     worker: Worker, clock: TurnedClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def overtaken(r: Reserved) -> None:
+    def overtaken(r: Reservation) -> None:
         clock.turn(31)
         successor = worker.looking.claim("worker", "k", "f")
         assert isinstance(successor, Reservation)
@@ -231,7 +231,7 @@ def test_who_is_fenced_out_ends_the_block_as_ever_and_the_log_and_one_event_say_
 
 
 def test_an_exception_of_who_is_fenced_out_comes_through(worker: Worker, clock: TurnedClock) -> None:
-    def overtaken(r: Reserved) -> None:
+    def overtaken(r: Reservation) -> None:
         clock.turn(31)
         assert isinstance(worker.looking.claim("worker", "k", "f"), Reservation)
         from_then_on.enter_context(worker.unchanged("k"))
@@ -244,7 +244,7 @@ def test_an_exception_of_who_is_fenced_out_comes_through(worker: Worker, clock: 
 
 @pytest.mark.parametrize("settle", ["complete", "fail", "release"])
 def test_a_row_that_the_block_settled_by_hand_is_left_as_it_is(worker: Worker, settle: str) -> None:
-    def work(r: Reserved) -> Any:
+    def work(r: Reservation) -> Any:
         r.result = "not this"
         args = () if settle == "release" else (ANSWER,)
         return getattr(worker.ledger, settle)(r, *args)
@@ -261,7 +261,7 @@ def test_a_result_that_redis_is_not_there_for_is_stored_when_it_is_back(
     with Proxy(valkey_server.port) as proxy:
         worker = make_worker(mode, valkey_server, url=proxy.url)
 
-        def work(r: Reserved) -> None:
+        def work(r: Reservation) -> None:
             r.result = "done"
             proxy.refuse()
 
@@ -280,7 +280,7 @@ def test_an_exception_comes_through_also_when_redis_is_gone(
     with Proxy(valkey_server.port) as proxy:
         worker = make_worker(mode, valkey_server, url=proxy.url)
 
-        def work(r: Reserved) -> None:
+        def work(r: Reservation) -> None:
             proxy.refuse()
             raise ZeroDivisionError
 
@@ -296,7 +296,7 @@ def test_an_unknown_on_error_is_refused_before_anything_is_written(worker: Worke
 
 
 def test_a_block_of_five_leases_is_not_taken_over(real_worker: Worker) -> None:
-    def long(r: Reserved) -> Any:
+    def long(r: Reservation) -> Any:
         until = time.monotonic() + 10.0
         if real_worker.mode == "sync":
             while time.monotonic() < until:
@@ -311,7 +311,7 @@ def test_a_block_of_five_leases_is_not_taken_over(real_worker: Worker) -> None:
 
         return longer()
 
-    def look(r: Reserved) -> None:
+    def look(r: Reservation) -> None:
         assert r.held
         assert not isinstance(real_worker.looking.claim("worker", "k", "f"), Reservation)
 
@@ -324,7 +324,7 @@ def test_a_block_without_heartbeat_is_taken_over_when_its_lease_ends(
 ) -> None:
     worker = make_worker(mode, valkey_server, policy=Policy(lease=0.2, heartbeat=False))
 
-    def long(r: Reserved) -> None:
+    def long(r: Reservation) -> None:
         wait_until(lambda: isinstance(worker.looking.claim("worker", "k", "f"), Reservation))
         assert not r.held
 

@@ -19,11 +19,14 @@ from click.testing import CliRunner
 from flask import Flask
 from flask.cli import FlaskGroup
 
-from idemredis import Event, FencedOut, Ledger, Policy, Replay, Reservation, StoredResponse, scripts
+from idemredis import Event, FencedOut, Ledger, Policy, Replay, Reservation, StoredResponse
+from idemredis.core import scripts
 from idemredis.events import digest
 from idemredis.flask import Idempotency
+from idemredis.inspection.rows import RowSummary
 from idemredis.operating import interventions
 from idemredis.operating.cli import main
+from idemredis.operating.in_flask import commands
 from tests.support.place import Place, Run
 from tests.support.servers import Server
 
@@ -222,10 +225,10 @@ def on_a_terminal(command: list[str]) -> str:
 # Settling
 
 
-def changed_meanwhile(ledger: Ledger) -> Callable[[Found], bool]:
+def changed_meanwhile(ledger: Ledger) -> Callable[[RowSummary], bool]:
     """Agree, but only after somebody else took the row over."""
 
-    def agree(found: Found) -> bool:
+    def agree(found: RowSummary) -> bool:
         identity = found.identity
         r = ledger.claim(identity.principal, identity.key, "f", identity.operation)
         assert isinstance(r, Reservation)
@@ -242,7 +245,7 @@ def test_a_row_that_changed_after_it_was_shown_is_left_alone(
     agree = changed_meanwhile(ledger)
     seen: list[Any] = []
 
-    def note(found: Found) -> bool:
+    def note(found: RowSummary) -> bool:
         agreed = agree(found)
         seen.append(whole(place, r))
         return agreed
@@ -407,7 +410,7 @@ def test_what_is_not_there_is_1_and_what_is_wrong_is_2(run: Run, words: list[str
 
 
 def test_every_command_documents_the_exit_codes_and_takes_json() -> None:
-    for group in (main, flask_commands):
+    for group in (main, commands):
         names = "ls show stats release resolve forget tail scripts acl doctor"
         assert set(group.commands) == set(names.split())
         for name, command in group.commands.items():

@@ -10,9 +10,10 @@ import pytest
 import redis.asyncio
 from redis.crc import key_slot
 
-from idemredis import AsyncLedger, Ledger, Replay, Reservation, StoredResponse, doctor
+from idemredis import AsyncLedger, Ledger, Replay, Reservation, StoredResponse
 from idemredis.core.keys import identify
 from idemredis.events import digest
+from idemredis.inspection import doctor
 from idemredis.inspection.rows import scan
 from idemredis.operating import interventions
 from idemredis.operating.tail import Tail
@@ -91,17 +92,17 @@ def test_a_check_finds_nothing_wrong(
     place: Place, ledger: Ledger, namespace: str, rows: list[Reservation], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neither with the rows that move, nor with its own in a slot that moves."""
-    assert troubles(doctor.check(ledger)) == []
+    assert troubles(ledger.check()) == []
     slot = 5000
     names = (name for name in map("{:016x}".format, range(10_000_000)) if scratch_slot(namespace, name) == slot)
-    monkeypatch.setattr("idemredis.doctor.secrets.token_hex", lambda size: next(names))
+    monkeypatch.setattr("idemredis.inspection.doctor.secrets.token_hex", lambda size: next(names))
 
     async def check() -> doctor.Report:
         async with redis.asyncio.RedisCluster.from_url(place.url, socket_timeout=1) as client:
-            return await doctor.check_async(AsyncLedger(client, namespace=namespace))
+            return await AsyncLedger(client, namespace=namespace).check()
 
     with moving(slot, *ends(place, slot)):
-        assert troubles(doctor.check(ledger)) == []
+        assert troubles(ledger.check()) == []
         assert troubles(asyncio.run(check())) == []
 
 

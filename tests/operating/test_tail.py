@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from idemredis import Event, Ledger, Reservation, StoredResponse
-from idemredis.operating.tail import Tail
+from idemredis.operating.tail import Tail, TailEvent
 from idemredis.telemetry import Publisher
 from tests.support.place import Place, Run
 from tests.support.proxy import Proxy
@@ -29,12 +29,12 @@ REAL = pytest.mark.parametrize("place", ["valkey", "redis", "cluster"], indirect
 
 
 @contextmanager
-def tailing(place: Place, namespace: str) -> Iterator[Callable[[str], Seen]]:
+def tailing(place: Place, namespace: str) -> Iterator[Callable[[str], TailEvent]]:
     """Give a function that waits for the next thing to be seen, which is of that kind."""
     with Tail(place.client, namespace) as tail:
-        seen: list[Seen] = []
+        seen: list[TailEvent] = []
 
-        def next_is(what: str) -> Seen:
+        def next_is(what: str) -> TailEvent:
             if not seen:
                 seen.extend(wait_until(lambda: list(tail.look())))
             first = seen.pop(0)

@@ -56,7 +56,7 @@ def test_a_ledger_works_on_a_cluster(make_subject: MakeSubject, mode: Mode, clus
         subject.renew(a)
         subject.release(a)
         b = subject.claimed(*who, "f")
-        assert (b.generation, b.checkpoint) == (2, ("charged", i))
+        assert (b.generation, b.last_checkpoint) == (2, ("charged", i))
         with pytest.raises(FencedOut):
             subject.complete(a, ANSWER)
         subject.complete(b, ANSWER)
@@ -110,7 +110,7 @@ def test_heartbeats_on_a_cluster_reach_every_node(make_subject: MakeSubject, mod
     subject = make_subject(mode, cluster, policy=Policy(lease=6.0))
     kept = [subject.claimed(f"acct_{i}", "key-1", "f") for i in range(12)]
     for r in kept:
-        subject.keep(r)
+        subject.start_heartbeat(r)
     ends = {r.principal: expiry(subject, r) for r in kept}
     for r in kept:
         wait_until(lambda r=r: expiry(subject, r) > ends[r.principal])  # type: ignore[misc]

@@ -408,7 +408,7 @@ def test_a_client_that_decodes_replies_or_speaks_resp3_gives_the_same(
     subject.checkpoint(a, "ch\u00e9", {"a": "\u00e9"})
     clock.turn(LEASE)
     b = subject.claimed("acct_\u00e9", "key-1", "f")
-    assert b.checkpoint == ("ch\u00e9", {"a": "\u00e9"})
+    assert b.last_checkpoint == ("ch\u00e9", {"a": "\u00e9"})
     with pytest.raises(FencedOut):
         subject.renew(a)
     subject.complete(b, ANSWER)
@@ -416,7 +416,7 @@ def test_a_client_that_decodes_replies_or_speaks_resp3_gives_the_same(
     assert subject.claim("acct_\u00e9", "key-1", "f") == Replay(ANSWER, 2, False)
     row = subject.read("acct_\u00e9", "key-1")
     assert row is not None
-    assert (row.response, row.owner, row.last_checkpoint) == (ANSWER, b.owner, b.checkpoint)
+    assert (row.response, row.owner, row.last_checkpoint) == (ANSWER, b.owner, b.last_checkpoint)
 
 
 def test_a_server_that_was_restarted_is_used_again(make_subject: MakeSubject, mode: Mode, real_server: Server) -> None:

@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 SLOTS = 16384
 SETTLED_WITHIN = 30.0
 
-__all__ = ["Cluster", "connect_often", "keys_in", "move_rows", "moving", "slot_of"]
+__all__ = ["SETTLED_WITHIN", "SLOTS", "Cluster", "connect_often", "keys_in", "move_rows", "moving", "slot_of"]
 
 
 class Cluster:

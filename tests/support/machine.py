@@ -12,9 +12,11 @@ from typing import Any, ClassVar
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from idemredis import Reservation, StoredResponse, operations
+from idemredis import Reservation, StoredResponse
+from idemredis.core import operations
 from idemredis.core.keys import Identity
 from idemredis.core.operations import Call
+from idemredis.core.reservation import Lease
 from idemredis.core.scripts import Script, load
 from tests.support.model import Broken, Row, fields, transition, ttl
 from tests.support.watching import run_at
@@ -208,7 +210,7 @@ class Machine(RuleBasedStateMachine):
         step, owner = attempt
         if owner == HOLDER:
             owner = (self.model and self.model.owner.decode()) or OWNERS[0]
-        hold = Hold(lease, 0.0, noted)
+        hold = Lease(lease, 0.0, noted)
         return Reservation(self.identity, FINGERPRINTS[0], self.generation(step), owner, None, hold)
 
     def teardown(self) -> None:

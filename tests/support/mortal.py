@@ -111,7 +111,7 @@ def _create_app(given: dict[str, Any]) -> Flask:
     if given.get("preload"):
         before = ledger.claim("acct-secret-1", f"before-the-fork-{os.getpid()}", "f")
         assert isinstance(before, Reservation)
-        ledger.keep(before)  # its thread runs when the workers are forked
+        ledger.start_heartbeat(before)  # its thread runs when the workers are forked
 
     @app.get("/up")
     def up() -> str:

@@ -19,16 +19,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ResponseError
 from redis.retry import Retry
 
-from idemredis import (
-    AsyncLedger,
-    FencedOut,
-    Ledger,
-    LedgerUnavailable,
-    Policy,
-    Reservation,
-    StoredResponse,
-    operations,
-)
+from idemredis import AsyncLedger, FencedOut, Ledger, LedgerUnavailable, Policy, Reservation, StoredResponse
+from idemredis.core import operations
 from idemredis.core.keys import identify
 from idemredis.core.scripts import Script, load
 from idemredis.testing import Clock

@@ -109,17 +109,17 @@ class Subject:
         """See `Ledger.release`."""
         self._do("release", r)
 
-    def leave(self, r: Reservation, *, for_review: bool = False) -> None:
-        """See `Ledger.leave`."""
-        self._do("leave", r, for_review=for_review)
+    def hold(self, r: Reservation, *, for_review: bool = False) -> None:
+        """See `Ledger.hold`."""
+        self._do("hold", r, for_review=for_review)
 
     def renew(self, r: Reservation) -> None:
         """See `Ledger.renew`."""
         self._do("renew", r)
 
-    def keep(self, r: Reservation) -> None:
-        """See `Ledger.keep`."""
-        self._do("keep", r)
+    def start_heartbeat(self, r: Reservation) -> None:
+        """See `Ledger.start_heartbeat`."""
+        self._do("start_heartbeat", r)
 
     def checkpoint(self, r: Reservation, name: str, data: object = None) -> None:
         """See `Ledger.checkpoint`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from idemredis import AsyncLedger, Ledger, Policy, Row
+from idemredis import AsyncLedger, Ledger, Policy, Reservation, Row
 from idemredis.events import Event
 from idemredis.testing import Clock
 from tests.support.servers import Server
@@ -52,7 +52,7 @@ class Worker:
             self._own = server.async_client()
             self.ledger = AsyncLedger(self._own, **rest)
 
-    def reserve(self, work: Callable[[Reserved], object], *args: Any, **settings: Any) -> None:
+    def reserve(self, work: Callable[[Reservation], object], *args: Any, **settings: Any) -> None:
         """Run `work` in a `reserve` block; what it returns, if anything, is awaited in an async one."""
         if self._runner is None:
             with self.ledger.reserve(*args, **settings) as r:

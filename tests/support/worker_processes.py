@@ -46,7 +46,7 @@ def stalled(url: str, namespace: str, lease: str, heartbeat: str, how: str) -> N
     else:
         outcome = ledger.claim("worker", "k", "f")
         assert isinstance(outcome, Reservation)
-        ledger.keep(outcome)
+        ledger.start_heartbeat(outcome)
         say("inside")
         sys.stdin.readline()
         assert heartbeat == "off" or found_out.wait(10)

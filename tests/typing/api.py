@@ -10,6 +10,7 @@ import redis.asyncio
 
 from idemredis import (
     AsyncLedger,
+    AsyncReservation,
     Event,
     FencedOut,
     InProgress,
@@ -47,7 +48,7 @@ def charge(ledger: Ledger, account: str | int | UUID, key: str, body: bytes) -> 
             assert_type(r.generation, int)
             assert_type(r.held, bool)
             assert_type(r.downstream_key("stripe"), str)
-            ledger.keep(r)
+            ledger.start_heartbeat(r)
             ledger.checkpoint(r, "charged", {"charge": "ch_1"})
             r.ensure_held()
             answer = StoredResponse(status=201, headers=(("content-type", "application/json"),), body=b"{}")
@@ -85,9 +86,9 @@ async def consume(url: str) -> None:
     again = AsyncLedger(redis.asyncio.Redis(), Policy())
     assert_type(again, AsyncLedger)
     outcome = await ledger.claim("worker", "email:42", fingerprint_value({"to": 42}))
-    assert_type(outcome, Reservation | Replay | InProgress | Reused)
+    assert_type(outcome, AsyncReservation | Replay | InProgress | Reused)
     if isinstance(outcome, Reservation):
-        await ledger.keep(outcome)
+        await ledger.start_heartbeat(outcome)
         await ledger.renew(outcome)
         await ledger.fail(outcome, StoredResponse(500))
     await ledger.close()

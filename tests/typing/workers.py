@@ -6,6 +6,7 @@ from typing import assert_type
 
 from idemredis import (
     AsyncLedger,
+    AsyncReservation,
     HoldForReview,
     Ledger,
     Reservation,
@@ -19,14 +20,14 @@ async_ledger = AsyncLedger.from_url("memory://")
 
 
 def look(r: Reservation) -> list[int] | None:
-    if r.checkpoint is None:
+    if r.last_checkpoint is None:
         raise HoldForReview(r.downstream_key("gateway"))
     return None
 
 
 @ledger.once(principal="shop", key=lambda order: f"order-{order}", recover=look, on_error="store", wait=2.0)
 def charge(order: int, note: str = "") -> list[int]:
-    ledger.checkpoint(current_reservation(), "charged", {"order": order})
+    ledger.checkpoint(current_reservation, "charged", {"order": order})
     return [order]
 
 
@@ -45,9 +46,9 @@ def calls() -> None:
     charge("1")  # type: ignore[arg-type]
     assert_type(Shop().close(2026), None)
     with ledger.reserve("shop", "k", fingerprint_value([1]), "op", lease=5, wait=1, on_error="hold", route="r") as r:
-        assert_type(r, Reserved)
+        assert_type(r, Reservation)
         assert_type(r.route, str)
-        ledger.checkpoint(r, "half")
+        r.checkpoint("half")
         r.result = {"done": True}
         r.response = StoredResponse(204)
         r.results = 1  # type: ignore[attr-defined]
@@ -58,5 +59,5 @@ def calls() -> None:
 async def awaits() -> None:
     assert_type(await charge_later(1), str)
     async with async_ledger.reserve("shop", "k", "f") as r:
-        assert_type(r, Reserved)
-        await async_ledger.checkpoint(r, "half")
+        assert_type(r, AsyncReservation)
+        await r.checkpoint("half")

@@ -1,0 +1,45 @@
+"""The servers of a test process: one of each kind, started when a test first asks for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.servers import Memory, Server, start
+from tests.support.subject import AnyServer
+
+__all__ = ["Servers"]
+
+
+class Servers:
+    """Each kind of server, started when a test first asks for it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._started: dict[str, Server | Memory] = {}
+        self.used: list[AnyServer] = []
+
+    def get(self, kind: str) -> AnyServer:
+        """Return the server of that kind, to be looked over when the test ends."""
+        if kind == "redis" and shutil.which("redis-server") is None:
+            missing = "there is no redis-server on PATH"
+            if os.environ.get("CI"):
+                pytest.fail(missing)
+            pytest.skip(missing)
+        if kind not in self._started:
+            self._started[kind] = Memory() if kind == "fakeredis" else start(kind, self._directory / kind)
+        server = self._started[kind]
+        self.watch(server)
+        return server
+
+    def watch(self, server: AnyServer) -> None:
+        """Look this server over when the test ends: every key left on it must expire."""
+        if server not in self.used:
+            self.used.append(server)
+
+    def stop(self) -> None:
+        for server in self._started.values():
+            server.stop()
