@@ -103,7 +103,9 @@ class EventEmitter:
     def timed(self, script: str, sent: float, outcome: object) -> None:
         """Give the time that a script took, and the kind of its outcome, to observers that have a method `timed`."""
         for timer in self._timers:
-            self._guarded(timer, timer.timed, script, time.monotonic() - sent, type(outcome).__name__)
+            self._guarded(
+                timer, timer.timed, script, time.monotonic() - sent, type(outcome).__name__.removeprefix("Async")
+            )
 
     def _guarded(self, observer: Observer, notify: Callable[..., object], *facts: object) -> None:
         try:

@@ -119,7 +119,7 @@ def claim(
                 asked = outcome.generation + 1
                 outcome = yield from _ask(
                     operations.takeover(
-                        identity, outcome.generation, owner, fingerprint, lease, policy.retention, route
+                        identity, outcome.generation, owner, fingerprint, lease, policy.retention, route, make
                     )
                 )
             asked = 0

@@ -206,7 +206,7 @@ class AsyncLedger(BaseLedger[AsyncClient]):
         on_error: OnError = "release",
         route: str = "",
     ) -> AbstractAsyncContextManager[AsyncReservation]:
-        """Hold the operation for an `async with` block, and renew its lease while it runs; leaving it completes the row.
+        """Hold the operation for an `async with` block, renewing its lease; leaving the block completes the row.
 
         Set `result` (JSON) or `response` on what the block yields, to be stored; without either, `null` is stored. What
         cannot be stored leaves a tombstone. An error at the completion itself is logged and emitted, never raised: the

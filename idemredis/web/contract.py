@@ -72,7 +72,7 @@ class Contract:
 
     def length_required(self) -> StoredResponse:
         return self.refuse(
-            "idempotency_length_required", "this server does not hand on a chunked body; send a Content-Length"
+            "idempotency_length_required", "this server does not pass on a chunked body; send a Content-Length"
         )
 
     def key_reused(self) -> StoredResponse:

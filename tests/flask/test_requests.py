@@ -122,7 +122,7 @@ def test_a_server_without_raw_targets_is_named_once_in_the_log(site: Site, caplo
         site.send(key, path="/charges?a=%2F", data=b"", environ_overrides=bare)
     assert site.row()["fingerprint"].decode() == fingerprint_request("POST", "/charges?a=%2F", {}, b"")
     assert [r.getMessage() for r in caplog.records if "bare/1.0" in r.getMessage()] == [
-        "bare/1.0 does not hand on the raw request target; fingerprints use the decoded path, quoted anew"
+        "bare/1.0 does not give the raw request target; fingerprints use the decoded path, quoted again"
     ]
 
 
@@ -446,12 +446,12 @@ def test_every_server_hands_on_the_raw_target_or_says_that_it_does_not(
     if kind in RAW_KINDS:
         targets += ["/a%2Fb", "/%61", "/x?", "/a//b;p=1", "/~x%7E"]
     else:
-        assert "does not hand on the raw request target" not in served.log
+        assert "does not give the raw request target" not in served.log
     for number, target in enumerate(targets):
         answer = served.exchange(_head(target, key=f"t{number}", Content_Length="3"), b"abc")
         assert answer.status == 201
         assert _stored(valkey_server, f"t{number}") == fingerprint_request("POST", target, {}, b"abc"), target
-    assert (kind in RAW_KINDS) == ("does not hand on the raw request target" not in served.log)
+    assert (kind in RAW_KINDS) == ("does not give the raw request target" not in served.log)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -234,7 +234,7 @@ def test_a_replica_is_no_place_for_a_ledger(tmp_path: Path, namespace: str) -> N
 @pytest.mark.parametrize("place", ["cluster"], indirect=True)
 def test_a_cluster_whose_client_is_none_and_one_with_slots_missing(place: Place, ledger: Ledger) -> None:
     with place.nodes[0].client() as client:
-        assert of(Ledger.check(client), "cluster").verdict == "problem"
+        assert of(Ledger(client).check(), "cluster").verdict == "problem"
         held = client.cluster("INFO")
         assert of(ledger.check(), "cluster").verdict == "ok"
         client.execute_command("CLUSTER", "DELSLOTS", 42)

@@ -23,6 +23,7 @@ from idemredis import (
     KeyInProgress,
     KeyReused,
     Ledger,
+    NoReservation,
     NotDurable,
     Policy,
     PreviousAttemptFailed,
@@ -519,17 +520,21 @@ def test_the_function_can_ask_for_its_reservation(worker: Worker) -> None:
         return current_reservation.key
 
     def outer() -> object:
-        before = current_reservation
-        told = nested() if worker.mode == "sync" else None
-        assert current_reservation is before
-        assert before.held
-        return [before.key, before.generation, told]
+        owner = current_reservation.owner
+        its_key = nested() if worker.mode == "sync" else None
+        assert current_reservation.owner == owner
+        assert current_reservation.held
+        return [current_reservation.key, current_reservation.generation, its_key]
 
     nested = worker.once(inner, principal="worker", key="inner")
     expected = ["outer", 1, "inner" if worker.mode == "sync" else None]
     assert worker.once(outer, principal="worker", key="outer")() == expected
-    with pytest.raises(LookupError):
-        current_reservation
+    assert not current_reservation
+    for error in (NoReservation, LookupError, RuntimeError):
+        with pytest.raises(error):
+            _ = current_reservation.key
+        with pytest.raises(error):
+            current_reservation.result = 1
 
 
 def test_who_is_fenced_out_still_gets_its_own_value(worker: Worker, clock: TurnedClock) -> None:

@@ -106,7 +106,7 @@ def test_the_command_prints_a_line_for_each_and_renewals_only_when_asked(
     place: Place, ledger: Ledger, namespace: str, verbose: bool
 ) -> None:
     words = ["--url", place.url, "--namespace", namespace, "tail", "--json", *(["--verbose"] if verbose else [])]
-    command = [sys.executable, "-c", "from idemredis.cli import main; main()", *words]
+    command = [sys.executable, "-c", "from idemredis.operating.cli import main; main()", *words]
     with ended(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)) as tail:
         assert tail.stdout is not None
         assert tail.stderr is not None
