@@ -22,10 +22,11 @@ from ..core.scripts import load
 from ..errors import CorruptRow, IdempotencyError, LedgerUnavailable
 from ..policy import Policy
 from ..store import clients
-from ..store.cluster import routed, was_redirected
-from ..store.errors import ERRORS, is_denied, map_error
-from ..store.evaluate import Words, evaluation, send, send_async
-from ..store.nodes import Node, address, primaries
+from ..store.cluster import wire
+from ..store.errors import ERRORS, is_denied, map_error, was_redirected
+from ..store.evaluate import evaluate, evaluate_async
+from ..store.nodes import Node, primaries, send, send_async
+from ..store.wire import Words
 from . import SAMPLE
 from .diagnosis import (
     Finding,
@@ -59,10 +60,17 @@ _CONFIG = ("appendfsync", "min-replicas-to-write", "hash-max-listpack-value", "h
 
 
 class _Ask(NamedTuple):
-    """Commands for one server (or, for rows, the client that finds it), in one round trip."""
+    """Commands for one server, in one round trip."""
 
-    where: Node
+    where: Any
     commands: Sequence[Words]
+
+
+class _Run(NamedTuple):
+    """Scripts, run as a ledger runs them."""
+
+    where: Any
+    calls: Sequence[Call[Any]]
 
 
 class _Pause(NamedTuple):
@@ -71,16 +79,18 @@ class _Pause(NamedTuple):
     seconds: float
 
 
-_Steps: TypeAlias = Generator[_Ask | _Pause, list[Any], T]
+_Steps: TypeAlias = Generator[_Ask | _Run | _Pause, list[Any], T]
 
 
-def check(client: Any, policy: Policy, namespace: str, *, sample: int = SAMPLE, scratch: bool = True) -> Report:
+def check(
+    client: Any, policy: Policy, namespace: str, seconds: float, *, sample: int = SAMPLE, scratch: bool = True
+) -> Report:
     """Examine the server, the client and some rows of a ledger. See `Ledger.check`."""
     try:
         nodes = primaries(client)
     except ERRORS as error:
         return unreachable(map_error(error, 0.0))
-    steps = _examine(client, policy, namespace, nodes, sample, scratch)
+    steps = _examine(client, policy, namespace, nodes, seconds, sample, scratch)
     replies: list[Any] = []
     try:
         step = next(steps)
@@ -88,6 +98,8 @@ def check(client: Any, policy: Policy, namespace: str, *, sample: int = SAMPLE, 
             match step:
                 case _Ask(where, commands):
                     replies = send(where, commands)
+                case _Run(where, calls):
+                    replies = evaluate(where, calls)
                 case _Pause(seconds):
                     time.sleep(seconds)
             step = steps.send(replies)
@@ -96,7 +108,7 @@ def check(client: Any, policy: Policy, namespace: str, *, sample: int = SAMPLE, 
 
 
 async def check_async(
-    client: Any, policy: Policy, namespace: str, *, sample: int = SAMPLE, scratch: bool = True
+    client: Any, policy: Policy, namespace: str, seconds: float, *, sample: int = SAMPLE, scratch: bool = True
 ) -> Report:
     """Examine the server, the asyncio client and some rows of a ledger. See `AsyncLedger.check`."""
     nodes: list[Node] = [client]
@@ -106,7 +118,7 @@ async def check_async(
         except ERRORS as error:
             return unreachable(map_error(error, 0.0))
         nodes = client.get_primaries()
-    steps = _examine(client, policy, namespace, nodes, sample, scratch)
+    steps = _examine(client, policy, namespace, nodes, seconds, sample, scratch)
     replies: list[Any] = []
     try:
         step = next(steps)
@@ -114,6 +126,8 @@ async def check_async(
             match step:
                 case _Ask(where, commands):
                     replies = await send_async(where, commands)
+                case _Run(where, calls):
+                    replies = await evaluate_async(where, calls)
                 case _Pause(seconds):
                     await asyncio.sleep(seconds)
             step = steps.send(replies)
@@ -127,7 +141,7 @@ def unreachable(error: IdempotencyError) -> Report:
     return Report((Finding("reachable", "problem", why, "is it up, and is the URL right?"),), reachable=False)
 
 
-def _ask(where: Node, *commands: Words) -> _Steps[list[Any]]:
+def _ask(where: Any, *commands: Words) -> _Steps[list[Any]]:
     """Send commands; where one fails, our error for it stands in the place of its reply."""
     sent = time.monotonic()
     replies = yield _Ask(where, commands)
@@ -136,14 +150,14 @@ def _ask(where: Node, *commands: Words) -> _Steps[list[Any]]:
 
 
 def _examine(
-    client: Any, policy: Policy, namespace: str, nodes: Sequence[Node], sample: int, scratch: bool
+    client: Any, policy: Policy, namespace: str, nodes: Sequence[Node], seconds: float, sample: int, scratch: bool
 ) -> _Steps[Report]:
     findings: list[Finding] = []
     found: list[RowSummary] = []
-    servers: list[tuple[Node, Server]] = []
+    servers: list[tuple[Any, Server]] = []
     complete, sizes = True, list[int]()
-    for node in nodes:
-        server = Server(address(node))
+    for node in (wire(node, seconds) for node in nodes):
+        server = Server(clients.address(node.client))
         away = yield from _meet(node, server, policy)
         if away is not None:
             findings.append(
@@ -171,14 +185,14 @@ def _examine(
     findings += yield from _topology(client, servers)
     findings += client_findings(client.get_connection_kwargs(), policy)
     if scratch:
-        findings += yield from _try_scripts(routed(client), namespace)
+        findings += yield from _try_scripts(wire(client, seconds), namespace)
     else:
         for name in ("scripts", "clock"):
             findings.append(Finding(name, "unknown", "not tried, as was asked; without --read-only it is"))
     return Report(tuple(findings), reachable=True)
 
 
-def _meet(node: Node, server: Server, policy: Policy) -> _Steps[IdempotencyError | None]:
+def _meet(node: Any, server: Server, policy: Policy) -> _Steps[IdempotencyError | None]:
     """Ask one server what it is; return what went wrong where it does not answer at all."""
     trips = []
     for _ in range(TRIPS):
@@ -205,7 +219,7 @@ def _meet(node: Node, server: Server, policy: Policy) -> _Steps[IdempotencyError
     return None
 
 
-def _sample(node: Node, namespace: str, most: int, found: list[RowSummary], sizes: list[int]) -> _Steps[bool]:
+def _sample(node: Any, namespace: str, most: int, found: list[RowSummary], sizes: list[int]) -> _Steps[bool]:
     """Look at some rows of a server; return whether those were all."""
     cursor = 0
     while len(found) < most:
@@ -228,7 +242,7 @@ def _sample(node: Node, namespace: str, most: int, found: list[RowSummary], size
     return False
 
 
-def _topology(client: Any, servers: Sequence[tuple[Node, Server]]) -> _Steps[list[Finding]]:
+def _topology(client: Any, servers: Sequence[tuple[Any, Server]]) -> _Steps[list[Finding]]:
     """Cluster and Sentinel, where the client or the server says that there is one."""
     node, server = servers[0]
     if clients.is_cluster(client):
@@ -256,7 +270,7 @@ def _topology(client: Any, servers: Sequence[tuple[Node, Server]]) -> _Steps[lis
         return []
     votes = []
     for sentinel in sentinels:
-        [vote] = yield from _ask(sentinel, ("SENTINEL CKQUORUM", pool.service_name))  # type: ignore[union-attr]
+        [vote] = yield from _ask(wire(sentinel, servers[0][0].timeout), ("SENTINEL CKQUORUM", pool.service_name))  # type: ignore[union-attr]
         votes.append(vote)
     refused = [str(vote.__cause__ or vote) for vote in votes if isinstance(vote, Exception)]
     if refused:
@@ -331,14 +345,7 @@ def _call_all(client: Any, calls: Sequence[Call[T]]) -> _Steps[list[T | Idempote
     """Run scripts as a ledger would."""
     if not calls:
         return []
-    steps = evaluation(calls)
-    commands = next(steps)
-    try:
-        while True:
-            replies = yield _Ask(client, commands)
-            commands = steps.send(replies)
-    except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]  # as above
+    return (yield _Run(client, calls))
 
 
 def _sure(kind: type[T], outcome: object) -> T:

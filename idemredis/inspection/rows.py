@@ -14,9 +14,10 @@ from ..core.outcomes import Row
 from ..errors import CorruptRow, IdempotencyError
 from ..events import digest
 from ..store.clients import Client
-from ..store.cluster import routed, was_redirected
+from ..store.cluster import wire
+from ..store.errors import was_redirected
 from ..store.evaluate import evaluate
-from ..store.nodes import Node, ask, ask_all, primaries
+from ..store.nodes import Node, ask, ask_all, own_wire, primaries
 
 __all__ = [
     "BATCH",
@@ -121,8 +122,8 @@ def look(client: Client, node: Node, names: Sequence[str]) -> list[RowSummary | 
     identities = [identity_of(name) for name in names]
     calls = [operations.read(identity, body=False) for identity in identities]
     found = []
-    for identity, call, row in zip(identities, calls, evaluate(node, calls), strict=True):
-        seen = evaluate(routed(client), [call])[0] if was_redirected(row) else row
+    for identity, call, row in zip(identities, calls, evaluate(own_wire(node), calls), strict=True):
+        seen = evaluate(wire(client), [call])[0] if was_redirected(row) else row
         found.append(summarise(identity, seen))
     return found
 

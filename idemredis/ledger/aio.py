@@ -22,6 +22,7 @@ from ..core.settle import Ending, OnError, settle
 from ..inspection import SAMPLE
 from ..store import clients
 from ..store.clients import AsyncClient
+from ..store.cluster import wire
 from ..store.evaluate import evaluate_async, raised
 from .base import BaseLedger, reserved
 from .current import running
@@ -60,18 +61,22 @@ class AsyncLedger(BaseLedger[AsyncClient]):
     _client_for = staticmethod(clients.async_client)
     _check_client = staticmethod(clients.check_async)
     _reservation_class = AsyncReservation
-    _clones: Mapping[asyncio.AbstractEventLoop, Any] = MappingProxyType({})
+    _wires: Mapping[asyncio.AbstractEventLoop, Any] = MappingProxyType({})
 
     @property
     def client(self) -> Any:
         """The redis-py client that the ledger uses in the running event loop."""
+        return self._wire_here().client
+
+    def _wire_here(self) -> Any:
+        """Return the way to Redis in the running event loop: a client of our own has connections in each."""
         if not self._made:
-            return self._client
+            return self._wire
         loop = asyncio.get_running_loop()
-        if loop not in self._clones:
-            running_on = {other: clone for other, clone in self._clones.items() if not other.is_closed()}
-            self._clones = {**running_on, loop: clients.clone(self._client)}
-        return self._clones[loop]
+        if loop not in self._wires:
+            running_on = {other: made for other, made in self._wires.items() if not other.is_closed()}
+            self._wires = {**running_on, loop: wire(clients.clone(self._client), self._wire.timeout)}
+        return self._wires[loop]
 
     # One step each
 
@@ -305,7 +310,9 @@ class AsyncLedger(BaseLedger[AsyncClient]):
         """
         from ..inspection import doctor  # its import takes 10 ms, which few need
 
-        return await doctor.check_async(self.client, self.policy, self.namespace, sample=sample, scratch=scratch)
+        return await doctor.check_async(
+            self.client, self.policy, self.namespace, self._wire.timeout, sample=sample, scratch=scratch
+        )
 
     async def settle(self, r: Reservation, ending: Ending) -> None:
         """Settle the row according to how the work ended. For doors; it never raises because of Redis."""
@@ -374,10 +381,7 @@ class AsyncLedger(BaseLedger[AsyncClient]):
     async def _evaluate(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Run scripts that have nothing to do with each other; an error is returned in the place of an outcome."""
         sent = time.monotonic()
-        if self._cluster is not None:
-            outcomes: list[Any] = await self._cluster.evaluate(calls, self._scripts, self.policy)
-        else:
-            outcomes = await evaluate_async(self.client, calls, self._scripts, self.policy)
+        outcomes = await evaluate_async(self._wire_here(), calls, self._scripts, self.policy)
         for call, outcome in zip(calls, outcomes, strict=True):
             self._emit.timed(call.script, sent, outcome)
         return outcomes

@@ -19,7 +19,7 @@ from ..errors import AlreadyCompleted, ConfigurationError, KeyInProgress, KeyReu
 from ..events import EventEmitter, Observer
 from ..policy import Policy, check_lease, check_seconds
 from ..store import clients
-from ..store.cluster import routed
+from ..store.cluster import wire
 
 __all__ = ["MAX_CHECKPOINT", "BaseLedger", "reserved"]
 
@@ -43,6 +43,7 @@ class BaseLedger(Generic[C]):
         namespace: str = "idem",
         observers: Iterable[Observer] = (),
         *,
+        socket_timeout: float = clients.SOCKET_TIMEOUT,
         log_keys: bool = False,
         scripts: Mapping[str, Script] | None = None,
     ) -> None:
@@ -50,7 +51,8 @@ class BaseLedger(Generic[C]):
         if not isinstance(namespace, str) or not namespace:
             raise ConfigurationError(f"namespace must be a str that is not empty, not {namespace!r}")
         self._client: Any = client
-        self._cluster = routed(client) if clients.is_cluster(client) else None
+        check_seconds("socket_timeout", socket_timeout)
+        self._wire = wire(client, socket_timeout)
         self._made = False  # by us, so that it is ours to close
         self.policy = Policy() if policy is None else policy
         self.namespace = namespace
@@ -89,7 +91,15 @@ class BaseLedger(Generic[C]):
             ConfigurationError: the URL cannot be used, or `memory://` lacks its extra.
         """
         client = cls._client_for(url, socket_timeout)
-        ledger = cls(client, policy, namespace, observers, log_keys=log_keys, scripts=scripts)
+        ledger = cls(
+            client,
+            policy,
+            namespace,
+            observers,
+            socket_timeout=socket_timeout,
+            log_keys=log_keys,
+            scripts=scripts,
+        )
         ledger._made = True
         return ledger
 
@@ -107,15 +117,15 @@ class BaseLedger(Generic[C]):
     def _check_replicas(self) -> None:
         if not self.policy.min_replicas:
             return
-        if self._cluster is not None:
+        if clients.is_cluster(self._client):
             raise ConfigurationError(
                 f"min_replicas={self.policy.min_replicas} cannot be promised on a cluster: WAIT must follow the script "
                 "on its own node's connection; set min_replicas=0"
             )
-        timeout = clients.socket_timeout(self._client)
-        if timeout is not None and self.policy.replica_timeout >= timeout:
+        timeout = self._wire.timeout
+        if self.policy.replica_timeout >= timeout:
             raise ConfigurationError(
-                f"replica_timeout must be shorter than the client's socket_timeout "
+                f"replica_timeout must be shorter than socket_timeout "
                 f"(replica_timeout={self.policy.replica_timeout:g} s, socket_timeout={timeout:g} s)"
             )
 

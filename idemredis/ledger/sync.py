@@ -283,7 +283,9 @@ class Ledger(BaseLedger[Client]):
         """
         from ..inspection import doctor  # its import takes 10 ms, which few need
 
-        return doctor.check(self.client, self.policy, self.namespace, sample=sample, scratch=scratch)
+        return doctor.check(
+            self.client, self.policy, self.namespace, self._wire.timeout, sample=sample, scratch=scratch
+        )
 
     def settle(self, r: Reservation, ending: Ending) -> None:
         """Settle the row according to how the work ended. For doors; it never raises because of Redis."""
@@ -352,10 +354,7 @@ class Ledger(BaseLedger[Client]):
     def _evaluate(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Run scripts that have nothing to do with each other; an error is returned in the place of an outcome."""
         sent = time.monotonic()
-        if self._cluster is not None:
-            outcomes: list[Any] = self._cluster.evaluate(calls, self._scripts, self.policy)
-        else:
-            outcomes = evaluate(self._client, calls, self._scripts, self.policy)
+        outcomes = evaluate(self._wire, calls, self._scripts, self.policy)
         for call, outcome in zip(calls, outcomes, strict=True):
             self._emit.timed(call.script, sent, outcome)
         return outcomes

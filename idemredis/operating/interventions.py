@@ -23,7 +23,7 @@ from ..events import digest
 from ..inspection.rows import RowSummary, look
 from ..ledger import Ledger
 from ..policy import LONGEST_RETENTION, Policy
-from ..store.cluster import routed
+from ..store.cluster import wire
 from ..store.errors import ERRORS, WatchError, map_error
 from ..store.evaluate import evaluate, raised
 from ..store.nodes import holder
@@ -112,7 +112,7 @@ def resolve(ledger: Ledger, identity: Identity, response: StoredResponse, confir
             kept.policy.retention,
             row.route,
         )
-        taken = raised(evaluate(routed(ledger.client), [take])[0])
+        taken = raised(evaluate(wire(ledger.client), [take])[0])
         if isinstance(taken, Lost):
             raise FencedOut("the row changed after it was shown; nothing was changed: look at it again")
         kept.complete(taken, response)

@@ -17,13 +17,15 @@ __all__ = [
     "SOCKET_TIMEOUT",
     "AsyncClient",
     "Client",
+    "address",
     "async_client",
     "check_async",
     "check_sync",
     "client",
     "clone",
+    "deadline",
     "is_cluster",
-    "socket_timeout",
+    "options",
 ]
 
 logger = logging.getLogger("idemredis")
@@ -95,10 +97,24 @@ def is_cluster(candidate: object) -> bool:
     return isinstance(candidate, (redis.RedisCluster, redis.asyncio.RedisCluster))
 
 
-def socket_timeout(candidate: Client | AsyncClient) -> float | None:
-    """Return how many seconds the client waits for a reply; None when it waits for ever or does not say."""
-    kwargs: dict[str, Any] = candidate.get_connection_kwargs()
-    return kwargs.get("socket_timeout")
+def options(client: Any) -> dict[str, Any]:
+    """Return what the client's connections are made of; also of an asyncio cluster's node."""
+    made: dict[str, Any] = (
+        client.get_connection_kwargs() if hasattr(client, "get_connection_kwargs") else client.connection_kwargs
+    )
+    return made
+
+
+def address(client: Any) -> str:
+    """Return host:port, or the path of a socket; never a password."""
+    known = options(client)
+    return str(known["path"]) if "path" in known else f"{known.get('host', '?')}:{known.get('port', '?')}"
+
+
+def deadline(client: Any, seconds: float) -> float:
+    """Return how long a call may take: so many seconds, or less where the client's own timeout is shorter."""
+    own = options(client).get("socket_timeout")
+    return seconds if own is None else min(seconds, own)
 
 
 def _from_url(make: Any, url: str, socket_timeout: float, retry: object) -> Any:

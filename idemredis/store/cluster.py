@@ -1,4 +1,4 @@
-"""Sends a command to where its row is: on a cluster, also while slots move from one node to another."""
+"""Sends a call to where its row is: on a cluster, also while slots move from one node to another."""
 
 from __future__ import annotations
 
@@ -11,219 +11,210 @@ from typing import Any, Final
 import redis
 import redis.asyncio
 from redis.asyncio.cluster import ClusterNode as AsyncClusterNode
-from redis.asyncio.cluster import PipelineCommand
 from redis.cluster import ClusterNode
-from redis.exceptions import AskError, MovedError, SlotNotCoveredError
+from redis.exceptions import AskError, MovedError, ResponseError
 
-from ..core.operations import Call
-from ..errors import LedgerUnavailable
+from . import clients
+from .deadline import run_by
 from .errors import ERRORS, leaves_unknown
-from .evaluate import evaluate, evaluate_async
+from .wire import AsyncWire, Trip, Wire, encode
 
-__all__ = ["AsyncRouted", "Routed", "routed", "was_redirected"]
+__all__ = ["AsyncRouted", "Routed", "redirection", "wire"]
 
-ASKING: Final = "ASKING"
-"""Said to a node that a slot is moving to, on the connection of the command that follows. redis-py 8.1 says it on any
-connection in asyncio, so that the command may never arrive; and where the node has no slots yet, a sync client of its
-gives one connection to two threads. So it is never left to follow a slot that moves."""
+ASKING: Final = encode([("ASKING",)])
+"""Sent to a node that a slot is moving to, on the connection of the call that follows. redis-py's own cluster clients
+send the two on different connections, so they are never left to follow a slot that moves."""
 
 REDIRECTS = 5
-"""From one node to the next, for one command: one or two while a slot moves."""
+"""From one node to the next, for one call: one or two while a slot moves."""
 
 LEARN_GAP = 1.0
-"""Seconds between two readings of who has which slot, where a node has one no more. Until then each call is told where
-to go: thousands of slots may move, and to read all 16,384 takes some milliseconds."""
+"""Seconds between two readings of who has which slot. Until then each call is redirected: thousands of slots may move,
+and to read all 16,384 takes some milliseconds."""
+
+RETRY_GAP = 0.01
+"""Seconds before a call that no node took is sent again."""
 
 
 class Routed:
-    """Sends a command to the node that has its row, or that the row's slot is moving to.
+    """The way to a cluster: a call goes to the node that has its row, or that the row's slot is moving to."""
 
-    What `redis.RedisCluster` would try again is tried again, as often; that it may have run is not forgotten.
-    """
-
-    def __init__(self, client: redis.RedisCluster) -> None:
-        self._client: Any = client
+    def __init__(self, client: redis.RedisCluster, timeout: float = clients.SOCKET_TIMEOUT) -> None:
+        self.client: Any = client
+        self.timeout = clients.deadline(client, timeout)
+        self._wires: dict[Any, Wire] = {}
         self._learned = 0.0
+        self._is_old = False  # the map of slots: the last call ended with no node that took it
 
-    def execute_command(self, *words: Any, **options: Any) -> Any:
-        row = _row(words)
-        retries = left = self._client.retry.get_retries()
+    def exchange(self, trip: Trip, until: float) -> list[Any]:
+        """Send a call about one row and return its replies, as `Wire.exchange` does."""
         lost: Exception | None = None
+        first = True
         while True:
             try:
-                return self._send(row, words, options)
+                if self._is_old:
+                    self._learn(until)
+                replies = self._follow(trip, until)
             except ERRORS as error:
                 if leaves_unknown(error):
                     lost = error
-                if type(error) not in self._client.ERRORS_ALLOW_RETRY:
+                self._is_old = True
+                again = type(error) in self.client.ERRORS_ALLOW_RETRY and time.monotonic() + RETRY_GAP < until
+                if not again:
                     raise lost or error from None
-                if left == retries:  # once a call: to look again takes longer than to try again
-                    self.refresh(row)
-                if left <= 0:
-                    raise lost or error from None
-                left -= 1
-
-    def refresh(self, row: str) -> None:
-        """Have redis-py look at the row's node: it drops dead connections, and finds out who has the slot now."""
-        with suppress(*ERRORS):
-            try:
-                node = self._client.get_node_from_key(row)
-            except SlotNotCoveredError:
-                self._client.nodes_manager.initialize()
+                if not first:
+                    time.sleep(RETRY_GAP)
+                first = False
             else:
-                self._client.execute_command("PING", target_nodes=node)
+                self._is_old = False
+                return replies
 
-    def evaluate(self, calls: Sequence[Call[Any]], *how: Any) -> list[Any]:
-        """Run scripts, in one round trip to each node; a redirected one is sent again by itself. See `evaluation`."""
-        outcomes: dict[int, Any] = {}
-        for node, places in self._nodes(calls) if len(calls) > 1 else ():  # a cluster's own pipeline refuses EVALSHA
-            found = evaluate(node, [calls[i] for i in places], *how)
-            outcomes |= zip(places, found, strict=True)
-            if any(isinstance(outcome, LedgerUnavailable) and outcome.unknown for outcome in found):
-                self.refresh(calls[places[0]].row)
-        return [
-            outcomes[i] if i in outcomes and not was_redirected(outcomes[i]) else evaluate(self, [call], *how)[0]
-            for i, call in enumerate(calls)
-        ]
+    def doubt(self) -> None:
+        """Read anew who has which slot before the next call: a node did not reply."""
+        self._is_old = True
 
-    def _nodes(self, calls: Sequence[Call[Any]]) -> list[tuple[redis.Redis, list[int]]]:
-        """Return each node's own client, with the places of those calls whose rows it has; some may be on none."""
-        found: dict[redis.Redis, list[int]] = {}
-        for i, call in enumerate(calls):
-            try:
-                node = self._node(call.row)
-            except ERRORS:
-                continue
-            found.setdefault(node, []).append(i)
-        return list(found.items())
+    def by_node(self, rows: Sequence[str]) -> list[tuple[Wire, list[int]]]:
+        """Return the way to each node, with the places of those rows that it has; some may be on none."""
+        found: dict[Any, list[int]] = {}
+        for i, row in enumerate(rows):
+            with suppress(*ERRORS):
+                found.setdefault(self._node(row), []).append(i)
+        return [(self._wire(node), places) for node, places in found.items()]
 
-    def _send(self, row: str, words: Sequence[Any], options: dict[str, Any]) -> Any:
-        try:
-            return self._node(row).execute_command(*words, **options)  # type: ignore[no-untyped-call]
-        except AskError as error:
-            redirect = error
+    def _follow(self, trip: Trip, until: float) -> list[Any]:
+        replies = self._wire(self._node(trip.row)).exchange(trip, until)
         for _ in range(REDIRECTS):
+            redirect = redirection(replies)
+            if redirect is None:
+                return replies
             if _is_due(redirect, self._learned):
-                self._learned = time.monotonic()
-                with suppress(*ERRORS):
-                    self._client.nodes_manager.initialize()
-            with self._named(redirect) as node:
-                pipeline = node.pipeline(transaction=False)
-                for command in _commands(redirect, words):
-                    pipeline.execute_command(*command, **options)  # type: ignore[no-untyped-call]
-                try:
-                    return _last(pipeline.execute(raise_on_error=False))
-                except AskError as error:
-                    redirect = error
-        raise redirect
+                self._learn(until)
+            with self._named(redirect) as wire:
+                replies = _without_asking(redirect, wire.exchange(_asking(redirect, trip), until))
+        return replies
 
-    def _node(self, row: str) -> redis.Redis:
-        node: redis.Redis = self._client.get_redis_connection(self._client.get_node_from_key(row))
-        return node
+    def _learn(self, until: float) -> None:
+        """Read anew who has which slot; a node that hangs is not waited for."""
+        self._learned = time.monotonic()
+        with suppress(*ERRORS):
+            run_by(until, self.client.nodes_manager.initialize)
+            self._is_old = False
+
+    def _node(self, row: str) -> Any:
+        return self.client.get_redis_connection(self.client.get_node_from_key(row))
+
+    def _wire(self, node: Any) -> Wire:
+        wire = self._wires.get(node)
+        if wire is None:
+            if len(self._wires) > len(self.client.get_nodes()):
+                self._wires.clear()  # nodes that have left the cluster
+            wire = self._wires[node] = Wire(node, self.timeout)
+        return wire
 
     @contextmanager
-    def _named(self, redirect: AskError) -> Iterator[redis.Redis]:
-        host, port = self._client.nodes_manager.remap_host_port(redirect.host, redirect.port)
-        known = self._client.get_node(host, port)
-        node = self._client.get_redis_connection(known or ClusterNode(host, port))  # type: ignore[no-untyped-call]
+    def _named(self, redirect: AskError) -> Iterator[Wire]:
+        host, port = self.client.nodes_manager.remap_host_port(redirect.host, redirect.port)
+        known = self.client.get_node(host, port)
+        node = self.client.get_redis_connection(known or ClusterNode(host, port))  # type: ignore[no-untyped-call]
         try:
-            yield node
+            yield self._wire(node) if known else Wire(node, self.timeout)
         finally:
             if not known:
                 node.connection_pool.disconnect()
 
 
 class AsyncRouted:
-    """The asyncio twin of `Routed`."""
+    """The same for an asyncio client."""
 
-    def __init__(self, client: redis.asyncio.RedisCluster) -> None:
-        self._client: Any = client
+    def __init__(self, client: redis.asyncio.RedisCluster, timeout: float = clients.SOCKET_TIMEOUT) -> None:
+        self.client: Any = client
+        self.timeout = clients.deadline(client, timeout)
         self._learned = 0.0
+        self._is_old = False
 
-    async def execute_command(self, *words: Any, **options: Any) -> Any:
-        row = _row(words)
-        retries = left = self._client.retry.get_retries()
+    async def exchange(self, trip: Trip, until: float) -> list[Any]:
+        """Send a call about one row and return its replies, as `Wire.exchange` does."""
         lost: Exception | None = None
+        first = True
         while True:
             try:
-                return await self._send(row, words, options)
+                await self._within(until, self.client.initialize)
+                if self._is_old:
+                    await self._learn(until)
+                replies = await self._follow(trip, until)
             except (*ERRORS, AttributeError) as caught:
                 error = caught if isinstance(caught, ERRORS) else _closed(caught)
                 if leaves_unknown(error):
                     lost = error
-                if type(error) not in self._client.ERRORS_ALLOW_RETRY:
+                self._is_old = True
+                again = type(error) in self.client.ERRORS_ALLOW_RETRY and time.monotonic() + RETRY_GAP < until
+                if not again:
                     raise lost or error from None
-                if left == retries:
-                    await self._refresh(row)
-                if left <= 0:
-                    raise lost or error from None
-                left -= 1
-
-    async def evaluate(self, calls: Sequence[Call[Any]], *how: Any) -> list[Any]:
-        """Run scripts side by side."""
-        found = await asyncio.gather(*(evaluate_async(self, [call], *how) for call in calls))
-        return [outcome for [outcome] in found]
-
-    async def _refresh(self, row: str) -> None:
-        with suppress(*ERRORS):
-            try:
-                node = self._client.get_node_from_key(row)
-            except SlotNotCoveredError:
-                await self._client.nodes_manager.initialize()
+                if not first:
+                    await asyncio.sleep(RETRY_GAP)
+                first = False
             else:
-                with suppress(*ERRORS):
-                    await self._client.execute_command("PING", target_nodes=node)
-                await self._client.initialize()
+                self._is_old = False
+                return replies
 
-    async def _send(self, row: str, words: Sequence[Any], options: dict[str, Any]) -> Any:
-        await self._client.initialize()
-        try:
-            return await self._client.get_node_from_key(row).execute_command(*words, **options)
-        except AskError as error:
-            redirect = error
+    async def _follow(self, trip: Trip, until: float) -> list[Any]:
+        replies = await AsyncWire(self.client.get_node_from_key(trip.row), self.timeout).exchange(trip, until)
         for _ in range(REDIRECTS):
+            redirect = redirection(replies)
+            if redirect is None:
+                return replies
             if _is_due(redirect, self._learned):
-                self._learned = time.monotonic()
-                with suppress(*ERRORS):
-                    await self._client.nodes_manager.initialize()
-            async with self._named(redirect) as node:
-                queued = [PipelineCommand(i, *each, **options) for i, each in enumerate(_commands(redirect, words))]
-                await node.execute_pipeline(queued)
-                try:
-                    return _last([command.result for command in queued])
-                except AskError as error:
-                    redirect = error
-        raise redirect
+                await self._learn(until)
+            async with self._named(redirect) as wire:
+                replies = _without_asking(redirect, await wire.exchange(_asking(redirect, trip), until))
+        return replies
+
+    async def _learn(self, until: float) -> None:
+        self._learned = time.monotonic()
+        with suppress(*ERRORS):
+            await self._within(until, self.client.nodes_manager.initialize)
+            self._is_old = False
+
+    async def _within(self, until: float, run: Any) -> None:
+        try:
+            async with asyncio.timeout(max(until - time.monotonic(), 0.0)):
+                await run()
+        except TimeoutError as error:
+            raise redis.TimeoutError("Timeout waiting for the cluster") from error
 
     @asynccontextmanager
-    async def _named(self, redirect: AskError) -> AsyncIterator[Any]:
-        host, port = self._client.nodes_manager.remap_host_port(redirect.host, redirect.port)
-        known = self._client.get_node(host, port)
-        node = known or AsyncClusterNode(host, port, **self._client.get_connection_kwargs())
+    async def _named(self, redirect: AskError) -> AsyncIterator[AsyncWire]:
+        host, port = self.client.nodes_manager.remap_host_port(redirect.host, redirect.port)
+        known = self.client.get_node(host, port)
+        node = known or AsyncClusterNode(host, port, **self.client.get_connection_kwargs())
         try:
-            yield node
+            yield AsyncWire(node, self.timeout)
         finally:
             if not known:
                 await node.disconnect()
 
 
-def routed(client: object) -> Any:
-    """Return what sends a command to the server of its row: the client itself where there is but one."""
-    if isinstance(client, redis.RedisCluster):
-        return Routed(client)
-    if isinstance(client, redis.asyncio.RedisCluster):
-        return AsyncRouted(client)
-    return client
+def redirection(replies: Sequence[Any]) -> AskError | None:
+    """Return where a node says that the row is (MOVED or ASK), or None where it has it."""
+    return next((reply for reply in replies if isinstance(reply, AskError)), None)
 
 
-def was_redirected(answer: object) -> bool:
-    """Whether a cluster's node said that the row is on another one (MOVED or ASK)."""
-    return isinstance(answer, LedgerUnavailable) and isinstance(answer.__cause__, AskError)
+def _asking(redirect: AskError, trip: Trip) -> Trip:
+    if isinstance(redirect, MovedError):
+        return trip
+    return trip._replace(packed=ASKING + trip.packed, tokens=(None, *trip.tokens))
 
 
-def _row(words: Sequence[Any]) -> str:
-    row: str = words[3] if words[0] in ("EVALSHA", "EVAL") else words[1]
-    return row
+def _without_asking(redirect: AskError, replies: list[Any]) -> list[Any]:
+    if isinstance(redirect, MovedError):
+        return replies
+    if isinstance(replies[0], ResponseError):
+        return [replies[0]] * (len(replies) - 1)
+    return replies[1:]
+
+
+def _is_due(redirect: AskError, learned: float) -> bool:
+    return isinstance(redirect, MovedError) and time.monotonic() - learned > LEARN_GAP
 
 
 def _closed(error: AttributeError) -> Exception:
@@ -233,16 +224,14 @@ def _closed(error: AttributeError) -> Exception:
     return closed
 
 
-def _is_due(redirect: AskError, learned: float) -> bool:
-    return isinstance(redirect, MovedError) and time.monotonic() - learned > LEARN_GAP
-
-
-def _commands(redirect: AskError, words: Sequence[Any]) -> list[Sequence[Any]]:
-    return [words] if isinstance(redirect, MovedError) else [(ASKING,), words]
-
-
-def _last(replies: Sequence[Any]) -> Any:
-    for reply in replies:
-        if isinstance(reply, Exception):
-            raise reply
-    return replies[-1]
+def wire(client: Any, timeout: float = clients.SOCKET_TIMEOUT) -> Any:
+    """Return the way to the server of the client, or to the nodes of its cluster: a `Wire`, or an asyncio one."""
+    match client:
+        case redis.RedisCluster():
+            return Routed(client, timeout)
+        case redis.asyncio.RedisCluster():
+            return AsyncRouted(client, timeout)
+        case redis.asyncio.Redis() | AsyncClusterNode():
+            return AsyncWire(client, timeout)
+        case _:
+            return Wire(client, timeout)

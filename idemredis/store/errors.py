@@ -16,11 +16,14 @@ from redis.exceptions import (
     ResponseError,
     WatchError,
 )
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from ..errors import CorruptRow, IdempotencyError, LedgerUnavailable
 
 __all__ = [
     "ERRORS",
+    "OutOfStep",
+    "PoolExhausted",
     "WatchError",
     "capture_error",
     "is_denied",
@@ -28,6 +31,8 @@ __all__ = [
     "is_wrong_password",
     "leaves_unknown",
     "map_error",
+    "note_unsent",
+    "was_redirected",
 ]
 
 ERRORS = (RedisError, RedisClusterException, OSError)
@@ -39,9 +44,24 @@ _DENIED = ("NOPERM", "permissions", "can't run this command")
 """In what servers say of a command that an ACL denies. Of one in a script redis-py makes a plain ResponseError."""
 
 
+class OutOfStep(RedisConnectionError):
+    """The connection held a reply to somebody else's command. It is closed; the call may have run."""
+
+
+class PoolExhausted(RedisConnectionError):
+    """All the connections that the client's pool may have are in use; nothing was sent."""
+
+    unsent = True
+
+
+def note_unsent(error: BaseException) -> None:
+    """Note that there was no connection to send the call over: it did not run."""
+    error.unsent = True  # type: ignore[attr-defined]
+
+
 def leaves_unknown(error: Exception) -> bool:
     """Whether the command may have run all the same. A reply that is an error says that nothing was done."""
-    return not isinstance(error, (ResponseError, *_NEVER_SENT))
+    return not (getattr(error, "unsent", False) or isinstance(error, (ResponseError, *_NEVER_SENT)))
 
 
 def map_error(error: Exception, seconds: float, *, unknown: bool = False) -> IdempotencyError:
@@ -60,6 +80,11 @@ def map_error(error: Exception, seconds: float, *, unknown: bool = False) -> Ide
     mapped = LedgerUnavailable(f"Redis did not serve the call ({text}); {verdict}", seconds=seconds, unknown=unknown)
     mapped.__cause__ = error
     return mapped
+
+
+def was_redirected(outcome: object) -> bool:
+    """Whether a cluster's node replied that the row is on another one (MOVED or ASK)."""
+    return isinstance(outcome, LedgerUnavailable) and isinstance(outcome.__cause__, AskError)
 
 
 def is_denied(error: BaseException) -> bool:

@@ -1,7 +1,6 @@
-"""Sends scripts: EVALSHA, then EVAL where the server has not seen the text; WAIT where replicas must have the write.
+"""Runs scripts: EVALSHA, then EVAL where the server has not seen the text; WAIT where replicas must have the write.
 
-Decided once, in a generator that yields the commands of one round trip and is sent their replies; driven over sync and
-asyncio clients.
+Decided once, in a generator that yields what one round trip asks and is sent the replies; driven over sync and asyncio.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Generator, Mapping, Sequence
+from functools import cache
 from typing import Any, TypeAlias
 
 from redis.exceptions import NoScriptError
@@ -16,115 +16,161 @@ from redis.exceptions import NoScriptError
 from ..core import operations
 from ..core.operations import Call
 from ..core.scripts import Script, load
-from ..errors import IdempotencyError
+from ..errors import IdempotencyError, LedgerUnavailable
 from ..policy import Policy
-from .errors import ERRORS, capture_error, map_error
+from .cluster import AsyncRouted, Routed
+from .errors import ERRORS, OutOfStep, capture_error, map_error, was_redirected
+from .wire import AsyncWire, Trip, Wire, encode
 
-__all__ = ["Words", "evaluate", "evaluate_async", "evaluation", "raised", "send", "send_async"]
+__all__ = ["encode_call", "evaluate", "evaluate_async", "evaluation", "raised"]
 
-Words: TypeAlias = Sequence[str | bytes | int]
-"""A command and its arguments."""
 
-Evaluation: TypeAlias = Generator[list[Words], list[Any], list[Any]]
+Evaluation: TypeAlias = Generator[Trip, "list[Any] | Exception", list[Any]]
 
 
 def evaluation(
-    calls: Sequence[Call[Any]], scripts: Mapping[str, Script] | None = None, policy: Policy | None = None
+    calls: Sequence[Call[Any]],
+    scripts: Mapping[str, Script] | None = None,
+    policy: Policy | None = None,
+    until: float = 0.0,
 ) -> Evaluation:
-    """Yield the commands for these calls, one round trip at a time, and be sent their replies; errors are values.
+    """Yield the round trips for these calls, and be sent their replies, or the error that came instead.
+
+    A call whose connection was out of step is sent again, on another one: each script has the same effect twice.
 
     Returns:
         For each call its outcome, or the error of ours that it comes to.
     """
     loaded = load() if scripts is None else scripts
     replicas = policy.min_replicas if policy is not None else 0
+    wait = _wait(policy) if policy is not None and replicas else b""
     outcomes: list[Any] = [None] * len(calls)
     unseen: Sequence[int] = range(len(calls))
-    for by_text in (False, True):
-        commands: list[Words] = []
+    by_text = False
+    while unseen:
+        parts: list[bytes] = []
+        tokens: list[bytes | None] = []
         for i in unseen:
             call = calls[i]
             script = loaded[call.script]
-            head = ("EVAL", script.text) if by_text else ("EVALSHA", script.sha)
-            commands.append((*head, 1, call.row, *call.args))
+            tokens.append(call.token.encode())
+            parts.append(encode_call(script, call, by_text))
             if replicas and call.durable:
-                assert policy is not None
-                commands.append(("WAIT", replicas, operations.milliseconds(policy.replica_timeout)))
+                parts.append(wait)
+                tokens.append(None)
         sent = time.monotonic()
-        replies = iter((yield commands))
+        replies = yield Trip(calls[unseen[0]].row, b"".join(parts), tokens)
+        if isinstance(replies, OutOfStep) and time.monotonic() < until:
+            continue
+        found = iter([replies] * len(tokens) if isinstance(replies, Exception) else replies)
         left = []
         for i in unseen:
-            call, reply = calls[i], next(replies)
-            acknowledged = next(replies) if replicas and call.durable else replicas
+            call, reply = calls[i], next(found)
+            acknowledged = next(found) if replicas and call.durable else replicas
             if isinstance(reply, NoScriptError) and not by_text:
                 left.append(i)
             else:
                 outcomes[i] = capture_error(_outcome, call, reply, acknowledged, replicas, sent)
-        unseen = left
-        if not unseen:
-            break
+        unseen, by_text = left, True
     return outcomes
 
 
-def evaluate(client: Any, calls: Sequence[Call[Any]], *how: Any) -> list[Any]:
-    """Run scripts over a sync client, in one round trip (two where one has not been seen). See `evaluation`."""
-    steps = evaluation(calls, *how)
+def encode_call(script: Script, call: Call[Any], by_text: bool = False) -> bytes:
+    """Return the EVALSHA of a call, or its EVAL, as Redis reads it."""
+    head = _head(script.text if by_text else script.sha, by_text, len(call.args))
+    row = call.row.encode()
+    flat: list[Any] = [head, len(row), row]
+    for word in call.args:
+        data = word if type(word) is bytes else str(word).encode()
+        flat += (len(data), data)
+    return _FORMATS[len(call.args)] % tuple(flat)
+
+
+_FORMATS = [b"%b" + b"$%d\r\n%b\r\n" * (1 + arguments) for arguments in range(16)]
+"""How a call with so many arguments is written: what is the same each time, then the row, then each argument."""
+
+
+@cache
+def _head(script: str, by_text: bool, arguments: int) -> bytes:
+    name = b"EVAL" if by_text else b"EVALSHA"
+    text = script.encode()
+    return b"*%d\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$1\r\n1\r\n" % (4 + arguments, len(name), name, len(text), text)
+
+
+def _wait(policy: Policy) -> bytes:
+    return encode([("WAIT", policy.min_replicas, operations.milliseconds(policy.replica_timeout))])
+
+
+def evaluate(
+    wire: Wire | Routed,
+    calls: Sequence[Call[Any]],
+    scripts: Mapping[str, Script] | None = None,
+    policy: Policy | None = None,
+) -> list[Any]:
+    """Run scripts, in one round trip to each server (two where one has not been seen). See `evaluation`."""
+    if isinstance(wire, Routed) and len(calls) > 1:
+        return _evaluate_by_node(wire, calls, scripts, policy)
+    until = time.monotonic() + wire.timeout
+    steps = evaluation(calls, scripts, policy, until)
+    replies: list[Any] | Exception
     try:
-        commands = next(steps)
+        trip = next(steps)
         while True:
-            commands = steps.send(send(client, commands))
+            try:
+                replies = wire.exchange(trip, until)
+            except ERRORS as error:
+                replies = error
+            trip = steps.send(replies)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]  # what the generator returns, which its type says
 
 
-async def evaluate_async(client: Any, calls: Sequence[Call[Any]], *how: Any) -> list[Any]:
-    """Run scripts over an asyncio client."""
-    steps = evaluation(calls, *how)
+async def evaluate_async(
+    wire: AsyncWire | AsyncRouted,
+    calls: Sequence[Call[Any]],
+    scripts: Mapping[str, Script] | None = None,
+    policy: Policy | None = None,
+) -> list[Any]:
+    """Run scripts over an asyncio client: in one round trip, or side by side on a cluster."""
+    if isinstance(wire, AsyncRouted) and len(calls) > 1:
+        found = await asyncio.gather(*(evaluate_async(wire, [call], scripts, policy) for call in calls))
+        return [outcome for [outcome] in found]
+    until = time.monotonic() + wire.timeout
+    steps = evaluation(calls, scripts, policy, until)
+    replies: list[Any] | Exception
     try:
-        commands = next(steps)
+        trip = next(steps)
         while True:
-            commands = steps.send(await send_async(client, commands))
+            try:
+                replies = await wire.exchange(trip, until)
+            except ERRORS as error:
+                replies = error
+            trip = steps.send(replies)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
 
 
-def send(client: Any, commands: Sequence[Words]) -> list[Any]:
-    """Send commands in one round trip; what redis-py raises comes back in the place of a reply."""
-    try:
-        if len(commands) == 1:
-            return [client.execute_command(*commands[0], NEVER_DECODE=True)]
-        return list(_pipeline(client, commands).execute(raise_on_error=False))
-    except ERRORS as error:
-        return [error] * len(commands)
-
-
-async def send_async(client: Any, commands: Sequence[Words]) -> list[Any]:
-    """Send commands in one round trip over an asyncio client, or side by side to a node of a cluster."""
-    try:
-        if len(commands) == 1:
-            return [await client.execute_command(*commands[0], NEVER_DECODE=True)]
-        if not hasattr(client, "pipeline"):  # a cluster's node
-            each = (client.execute_command(*words, NEVER_DECODE=True) for words in commands)
-            return await asyncio.gather(*each, return_exceptions=True)
-        return list(await _pipeline(client, commands).execute(raise_on_error=False))
-    except ERRORS as error:
-        return [error] * len(commands)
-
-
-def _pipeline(client: Any, commands: Sequence[Words]) -> Any:
-    pipeline = client.pipeline(transaction=False)
-    for words in commands:
-        pipeline.execute_command(*words, NEVER_DECODE=True)
-    return pipeline
+def _evaluate_by_node(routed: Routed, calls: Sequence[Call[Any]], *how: Any) -> list[Any]:
+    """Run scripts in one round trip to each node; a redirected one is sent again by itself."""
+    outcomes: list[Any] = [None] * len(calls)
+    alone = set(range(len(calls)))
+    for wire, places in routed.by_node([call.row for call in calls]):
+        for i, outcome in zip(places, evaluate(wire, [calls[i] for i in places], *how), strict=True):
+            outcomes[i] = outcome
+            if isinstance(outcome, LedgerUnavailable) and outcome.unknown:
+                routed.doubt()
+            if not was_redirected(outcome):
+                alone.discard(i)
+    for i in alone:
+        [outcomes[i]] = evaluate(routed, [calls[i]], *how)
+    return outcomes
 
 
 def _outcome(call: Call[Any], reply: Any, acknowledged: Any, required: int, sent: float) -> Any:
-    if isinstance(reply, ERRORS):
+    if isinstance(reply, Exception):
         raise map_error(reply, time.monotonic() - sent)
-    if isinstance(reply, BaseException):
-        raise reply
     outcome = call.outcome(reply, sent)
-    if isinstance(acknowledged, ERRORS):  # WAIT is refused, but the script has run
+    if isinstance(acknowledged, Exception):  # WAIT is refused, but the script has run
         raise map_error(acknowledged, time.monotonic() - sent, unknown=True)
     return operations.acknowledged(outcome, acknowledged, required)
 

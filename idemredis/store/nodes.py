@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import redis
@@ -12,10 +12,23 @@ from redis import RedisCluster
 from ..errors import LedgerUnavailable
 from . import clients
 from .clients import Client
+from .cluster import wire
 from .errors import ERRORS, is_refusal, map_error
-from .evaluate import Words, send
+from .wire import Trip, Words, encode
 
-__all__ = ["Node", "address", "ask", "ask_all", "connect", "holder", "one_connection", "own_client", "primaries"]
+__all__ = [
+    "Node",
+    "ask",
+    "ask_all",
+    "connect",
+    "holder",
+    "one_connection",
+    "own_client",
+    "own_wire",
+    "primaries",
+    "send",
+    "send_async",
+]
 
 _POOL_OWN = ("maint_", "orig_", "himport_")  # what redis-py's own pool adds to the options that it was given
 
@@ -60,14 +73,6 @@ def holder(client: Client, row: str) -> Node:
     return cluster.get_redis_connection(cluster.get_node_from_key(row))
 
 
-def address(node: Node) -> str:
-    """Return host:port, or the path of a socket; never a password."""
-    if not hasattr(node, "get_connection_kwargs"):  # a node of an asyncio cluster
-        return f"{node.host}:{node.port}"
-    options: Mapping[str, Any] = node.get_connection_kwargs()
-    return str(options["path"]) if "path" in options else f"{options.get('host', '?')}:{options.get('port', '?')}"
-
-
 def ask(node: Node, *words: str | bytes | int) -> Any:
     """Send one command.
 
@@ -86,7 +91,45 @@ def ask_all(node: Node, commands: Sequence[Words]) -> list[Any]:
     sent = time.monotonic()
     return [
         map_error(reply, time.monotonic() - sent) if isinstance(reply, ERRORS) else reply
-        for reply in send(node, commands)
+        for reply in send(own_wire(node), commands)
+    ]
+
+
+def own_wire(node: Node) -> Any:
+    """Return the way to a server with the timeout that its client was made with."""
+    return wire(node, clients.options(node).get("socket_timeout") or clients.SOCKET_TIMEOUT)
+
+
+def send(wire: Any, commands: Sequence[Words]) -> list[Any]:
+    """Send plain commands in one round trip; an error is returned in the place of a reply."""
+    try:
+        replies = wire.exchange(_trip(commands), time.monotonic() + wire.timeout)
+    except ERRORS as error:
+        return [error] * len(commands)
+    return _parsed(wire, commands, replies)
+
+
+async def send_async(wire: Any, commands: Sequence[Words]) -> list[Any]:
+    """Send plain commands in one round trip over an asyncio client, or to a cluster's node."""
+    try:
+        replies = await wire.exchange(_trip(commands), time.monotonic() + wire.timeout)
+    except ERRORS as error:
+        return [error] * len(commands)
+    return _parsed(wire, commands, replies)
+
+
+def _trip(commands: Sequence[Words]) -> Trip:
+    [name, *arguments] = commands[0]
+    row = arguments[2 if name == "EVAL" else 0] if arguments else ""
+    return Trip(str(row), encode(commands), [None] * len(commands))
+
+
+def _parsed(wire: Any, commands: Sequence[Words], replies: Sequence[Any]) -> list[Any]:
+    """Read replies as the client itself reads those to such commands."""
+    known = getattr(wire.client, "response_callbacks", {})
+    return [
+        known[words[0]](reply) if words[0] in known and not isinstance(reply, Exception) else reply
+        for words, reply in zip(commands, replies, strict=True)
     ]
 
 

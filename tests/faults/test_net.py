@@ -13,7 +13,7 @@ from tests.support.broken import MISTAKES, Broken, TwoTrips
 from tests.support.linearizability import Entry, TooHard, violations
 from tests.support.machine import Machine
 from tests.support.proxy import Proxy
-from tests.support.recording import RecordingRedis, play, settled, troubled
+from tests.support.recording import play, settled, troubled
 from tests.support.servers import Server
 
 SEEDS = range(30)
@@ -74,13 +74,16 @@ def test_the_history_checker_finds_a_broken_script(mistake: str, valkey_server: 
 
 
 def test_the_history_checker_finds_a_claim_of_two_round_trips(valkey_server: Server, namespace: str) -> None:
-    class Racing(TwoTrips, RecordingRedis):
-        pass
-
     with valkey_server.client() as near:
         for seed in SEEDS:
             name = f"{namespace}-{seed}"
-            if is_wrong(settled(near, name, play(valkey_server.port, near, name, seed, client=Racing))):
+            if is_wrong(
+                settled(
+                    near,
+                    name,
+                    play(valkey_server.port, near, name, seed, tap=lambda recording: TwoTrips(near, recording)),
+                )
+            ):
                 return
     pytest.fail(f"not found in {len(SEEDS)} games")
 

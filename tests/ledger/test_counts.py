@@ -19,6 +19,7 @@ from idemredis import Ledger, Policy, Replay, Reservation, StoredResponse
 from idemredis.flask import Idempotency
 from tests.support.counting import count_calls
 from tests.support.servers import Server
+from tests.support.wiretap import Words, tap
 
 FINGERPRINT = "f" * 64
 KEY = "8e03978e-40d5-43dd-bc93-6894a57f9324"
@@ -32,15 +33,21 @@ class Counting(redis.Redis):
         self.calls: list[str] = []
         self.size = 0
 
-    def execute_command(self, *words: Any, **options: Any) -> Any:
-        self.calls.append(str(words[0]))
-        self.size += sum(len(word) if isinstance(word, (str, bytes)) else len(str(word)) for word in words)
-        return super().execute_command(*words, **options)  # type: ignore[no-untyped-call]
+    def sent(self, words: Words) -> Words:
+        self.calls.append(words[0].decode())
+        self.size += sum(map(len, words))
+        return words
+
+    def replied(self, words: Words, reply: Any) -> Any:
+        return reply
 
 
 @pytest.fixture
 def client(real_server: Server) -> Any:
     with Counting(port=real_server.port) as client:
+        client.forget()
+        tap(client, client)
+        client.ping()  # which connects
         client.forget()
         yield client
 

@@ -136,14 +136,14 @@ def test_a_connection_that_another_task_closed_fails_no_call(
     """As redis-py 8.1 does it to the others when one task sees a node fail."""
     subject = make_subject("async", cluster)
     subject.claimed("acct", "k", "f")
-    execute, closed = redis.asyncio.cluster.ClusterNode.execute_command, iter([True])
+    acquire, closed = redis.asyncio.cluster.ClusterNode.acquire_connection, iter([True])
 
-    async def once_closed(*args: Any, **options: Any) -> Any:
+    def once_closed(node: Any) -> Any:
         if next(closed, False):
             raise AttributeError("'NoneType' object has no attribute 'writelines'")
-        return await execute(*args, **options)
+        return acquire(node)
 
-    monkeypatch.setattr(redis.asyncio.cluster.ClusterNode, "execute_command", once_closed)
+    monkeypatch.setattr(redis.asyncio.cluster.ClusterNode, "acquire_connection", once_closed)
     assert subject.read("acct", "k") is not None
 
 

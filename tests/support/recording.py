@@ -28,8 +28,9 @@ from tests.support.linearizability import Entry
 from tests.support.model import VANISH
 from tests.support.proxy import Fate
 from tests.support.watching import Seen, ran, watched
+from tests.support.wiretap import Words, tap
 
-__all__ = ["KEYS", "Recording", "RecordingAsyncRedis", "RecordingRedis", "play", "play_async", "settled", "troubled"]
+__all__ = ["KEYS", "Recording", "play", "play_async", "settled", "troubled"]
 
 KEYS = ("key-1", "key-2", "key-3")
 POLICY = Policy(lease=1.0, retention=6000.0)
@@ -37,7 +38,10 @@ POLICY = Policy(lease=1.0, retention=6000.0)
 
 TIMEOUT = 0.15
 
-Words = tuple[Any, ...]
+SCRIPTS = (b"EVALSHA", b"EVAL")
+
+LONGEST_NUMBER = 16
+"""Owners are 16 hex digits, which may all be decimal ones."""
 
 
 class Recording(Mapping[str, Script]):
@@ -45,6 +49,7 @@ class Recording(Mapping[str, Script]):
 
     def __init__(self, scripts: Mapping[str, Script], namespace: str) -> None:
         self.entries: list[Entry] = []
+        self._starts: dict[bytes, float] = {}
         self._scripts = {name: watched(script, _log(namespace)) for name, script in scripts.items()}
         self._names = {script.sha: name for name, script in self._scripts.items()}
 
@@ -57,17 +62,22 @@ class Recording(Mapping[str, Script]):
     def __len__(self) -> int:
         return len(self._scripts)
 
-    def number(self, words: Words) -> Words:
+    def sent(self, words: Words) -> Words:
         """Give a call of a script the number under which it is noted; a call sent again is another call."""
-        return (*words, secrets.token_hex(8)) if words[0] in ("EVALSHA", "EVAL") else words
+        if words[0] not in SCRIPTS:
+            return words
+        words = (*words, secrets.token_hex(8).encode())
+        self._starts[words[-1]] = time.monotonic()
+        return words
 
-    def note(self, words: Words, start: float, reply: Any) -> Any:
+    def replied(self, words: Words, reply: Any) -> Any:
         """Note a call and what came of it; return its own reply. An error of the server says that it did not run."""
-        if words[0] not in ("EVALSHA", "EVAL") or isinstance(reply, ResponseError):
+        if words[0] not in SCRIPTS or isinstance(reply, ResponseError):
             return reply
         _, script, _, row, *args, call = words
-        sha = script if words[0] == "EVALSHA" else hashlib.sha1(script.encode(), usedforsecurity=False).hexdigest()
-        entry = Entry(row, self._names[sha], tuple(args), start, math.inf, None, None, call)
+        sha = script.decode() if words[0] == b"EVALSHA" else hashlib.sha1(script, usedforsecurity=False).hexdigest()
+        known = tuple(int(arg) if arg.isdigit() and len(arg) < LONGEST_NUMBER else arg.decode() for arg in args)
+        entry = Entry(row.decode(), self._names[sha], known, self._starts[call], math.inf, None, None, call.decode())
         if not isinstance(reply, BaseException):
             *seen, reply = reply
             entry = entry._replace(end=time.monotonic(), reply=tuple(reply), seen=Seen(*seen))
@@ -79,75 +89,6 @@ class Recording(Mapping[str, Script]):
         start = time.monotonic()
         gone = client.delete(row)
         self.entries.append(Entry(row, VANISH, (), start, time.monotonic(), (b"%d" % gone,), None))
-
-
-class RecordingRedis(redis.Redis):
-    """A client that sends each command once and notes it."""
-
-    recording: Recording
-
-    def execute_command(self, *words: Any, **options: Any) -> Any:
-        words, start = self.recording.number(words), time.monotonic()
-        try:
-            reply = super().execute_command(*words, **options)  # type: ignore[no-untyped-call]
-        except BaseException as error:
-            self.recording.note(words, start, error)
-            raise
-        return self.recording.note(words, start, reply)
-
-    def pipeline(self, *args: Any, **kwargs: Any) -> Any:
-        return _Pipeline(super().pipeline(*args, **kwargs), self.recording)
-
-
-class RecordingAsyncRedis(redis.asyncio.Redis):
-    """The same for asyncio."""
-
-    recording: Recording
-
-    async def execute_command(self, *words: Any, **options: Any) -> Any:
-        words, start = self.recording.number(words), time.monotonic()
-        try:
-            reply = await super().execute_command(*words, **options)  # type: ignore[no-untyped-call]
-        except BaseException as error:
-            self.recording.note(words, start, error)
-            raise
-        return self.recording.note(words, start, reply)
-
-    def pipeline(self, *args: Any, **kwargs: Any) -> Any:
-        return _AsyncPipeline(super().pipeline(*args, **kwargs), self.recording)
-
-
-class _Pipeline:
-    def __init__(self, pipeline: Any, recording: Recording) -> None:
-        self._pipeline = pipeline
-        self._recording = recording
-        self._sent: list[Words] = []
-
-    def execute_command(self, *words: Any, **options: Any) -> None:
-        words = self._recording.number(words)
-        self._sent.append(words)
-        self._pipeline.execute_command(*words, **options)
-
-    def execute(self, **options: Any) -> Any:
-        start = time.monotonic()
-        try:
-            return self._note(start, self._pipeline.execute(**options))
-        except BaseException as error:
-            self._note(start, [error] * len(self._sent))
-            raise
-
-    def _note(self, start: float, replies: list[Any]) -> list[Any]:
-        return [self._recording.note(words, start, reply) for words, reply in zip(self._sent, replies, strict=True)]
-
-
-class _AsyncPipeline(_Pipeline):
-    async def execute(self, **options: Any) -> Any:
-        start = time.monotonic()
-        try:
-            return self._note(start, await self._pipeline.execute(**options))
-        except BaseException as error:
-            self._note(start, [error] * len(self._sent))
-            raise
 
 
 def settled(near: redis.Redis, namespace: str, entries: Sequence[Entry]) -> list[Entry]:
@@ -191,8 +132,8 @@ def play(
     `scripts`, to break them on purpose.
     """
     game = _Game(near, namespace, seed, rounds, how.get("scripts", load()))
-    far = how.get("client", RecordingRedis)(port=port, socket_timeout=TIMEOUT, retry=Retry(NoBackoff(), 0))
-    far.recording = game.recording
+    far = redis.Redis(port=port, socket_timeout=TIMEOUT, retry=Retry(NoBackoff(), 0))
+    tap(far, how.get("tap", lambda recording: recording)(game.recording))
     ledger = Ledger(far, POLICY, namespace, scripts=game.recording)
     failures: list[BaseException] = []
 
@@ -243,8 +184,8 @@ def play_async(
 
     async def main() -> None:
         retry = redis.asyncio.retry.Retry(NoBackoff(), 0)
-        far = RecordingAsyncRedis(port=port, socket_timeout=TIMEOUT, retry=retry)
-        far.recording = game.recording
+        far = redis.asyncio.Redis(port=port, socket_timeout=TIMEOUT, retry=retry)
+        tap(far, game.recording)
         ledger = AsyncLedger(far, POLICY, namespace, scripts=game.recording)
         await asyncio.gather(*(work(ledger, number) for number in range(workers)))
         await ledger.close()
@@ -305,7 +246,7 @@ class _Game:
         """Look at each row once more, and return everything that was sent."""
         for key in KEYS:
             call = operations.claim(identify(self._namespace, "acct", key), "last", "f", 1.0, 6000.0, 0.0, "")
-            words = self.recording.number(("EVAL", self.recording[call.script].text, 1, call.row, *call.args))
-            start = time.monotonic()
-            self.recording.note(words, start, self._near.execute_command(*words))  # type: ignore[no-untyped-call]
+            plain = ("EVAL", self.recording[call.script].text, 1, call.row, *call.args)
+            words = self.recording.sent(tuple(str(word).encode() for word in plain))
+            self.recording.replied(words, self._near.execute_command(*words))  # type: ignore[no-untyped-call]
         return self.recording.entries

@@ -18,6 +18,7 @@ from idemredis.events import Event
 from idemredis.flask import Idempotency
 from tests.support.started import Servers
 from tests.support.subject import AnyServer
+from tests.support.wiretap import Words, tap
 
 PRINCIPAL = "acme"
 
@@ -50,7 +51,7 @@ class Site:
         self.events: list[Event] = []
         self.store = store
         self.namespace = namespace
-        self._count(client)
+        tap(client, _Sent(self.sent))
         self.ledger = ledger(client, policy, namespace, (self.events.append,), log_keys=log_keys)
         self.app = Flask("shop") if app is None else app
         self.app.config.update({f"IDEMREDIS_{name}": value for name, value in settings.items()})
@@ -119,14 +120,20 @@ class Site:
         self.ledger.client.close()
         self.store.close()
 
-    def _count(self, client: Any) -> None:
-        execute = client.execute_command
 
-        def counted(*words: Any, **options: Any) -> Any:
-            self.sent.append(str(words[0]))
-            return execute(*words, **options)
+class _Sent:
+    """Notes the scripts that a client asks for."""
 
-        client.execute_command = counted
+    def __init__(self, noted: list[str]) -> None:
+        self._noted = noted
+
+    def sent(self, words: Words) -> Words:
+        if words[0] in (b"EVALSHA", b"EVAL"):
+            self._noted.append(words[0].decode())
+        return words
+
+    def replied(self, words: Words, reply: Any) -> Any:
+        return reply
 
 
 class MakeSite(Protocol):

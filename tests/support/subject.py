@@ -37,6 +37,10 @@ class AnyServer(Protocol):
         """Return an asyncio client."""
 
 
+PATIENCE = 5.0
+"""Seconds for one call, where a test does not say: longer than a busy machine pauses."""
+
+
 class Subject:
     """A ledger under test. The async one runs on an event loop of its own, in a thread of its own.
 
@@ -74,7 +78,8 @@ class Subject:
             self.ledger = kind.from_url(url, policy, namespace, observers, **rest, **options)
         else:
             self._own = server.client(**options) if self._loop is None else server.async_client(**options)
-            self.ledger = kind(self._own, policy, namespace, observers, **rest)
+            timeout = options.get("socket_timeout", PATIENCE)
+            self.ledger = kind(self._own, policy, namespace, observers, socket_timeout=timeout, **rest)
 
     def claim(
         self,

@@ -1,0 +1,187 @@
+"""A deadline for each call of a sync client, whatever its own timeouts and retries are.
+
+A thread of the process closes the connections of calls that are overdue, which ends their wait. Connecting has no
+connection to close yet, so it runs in a thread of its own, and the call stops waiting for it in time.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+from redis.backoff import NoBackoff
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.retry import Retry
+
+__all__ = ["bound", "connect_by", "overdue", "run_by"]
+
+TICK = 0.1
+"""Seconds between two looks at the calls under way: how late an overdue one may be ended."""
+
+connect_by: ContextVar[float | None] = ContextVar("idemredis_connect_by", default=None)
+"""When the call under way must have its connection, by the local monotonic clock."""
+
+_ONCE: Any = Retry(NoBackoff(), 0)  # whether to try again is the flows' decision
+
+
+class _Overdue:
+    """The calls under way in this process, and the thread that ends those whose time is over."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._pid = os.getpid()
+        self._calls: dict[Any, float] = {}
+        self._closing = threading.Lock()
+        self._wanted = threading.Event()
+        self._watching = False
+        self._thread: threading.Thread | None = None
+
+    def add(self, connection: Any, until: float) -> None:
+        """Close the connection at `until`, unless it is removed before."""
+        if self._pid != os.getpid():
+            self._reset()
+        self._calls[connection] = until
+        if not self._watching:
+            self._watch()
+
+    def remove(self, connection: Any) -> bool:
+        """Return whether its time was not over; if it was, the connection is closed now."""
+        if self._calls.pop(connection, None) is not None:
+            return True
+        with self._closing:  # it is being closed: not to be given back before that is done
+            return False
+
+    def _watch(self) -> None:
+        self._watching = True
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="idemredis deadlines", daemon=True)
+            with suppress(RuntimeError):  # too many threads, or the process is ending: the client's own timeouts hold
+                self._thread.start()
+        self._wanted.set()
+
+    def _run(self) -> None:
+        while True:
+            self._wanted.wait()
+            while self._calls:
+                time.sleep(TICK)
+                now = time.monotonic()
+                for connection, until in self._calls.copy().items():
+                    if until <= now:
+                        self._close(connection)
+            self._wanted.clear()
+            self._watching = False
+            if self._calls:
+                self._watching = True
+                self._wanted.set()
+
+    def _close(self, connection: Any) -> None:
+        with self._closing:
+            if self._calls.pop(connection, None) is not None:
+                with suppress(Exception):  # closed under the eyes of the thread that reads from it
+                    connection.disconnect()
+
+
+overdue = _Overdue()
+
+
+class _Attempt:
+    """Something that takes long, in a thread of its own."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+        self._done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        threading.Thread(target=self._in_thread, name="idemredis connecting", daemon=True).start()
+
+    def _in_thread(self) -> None:
+        try:
+            self.result = self._run()
+        except BaseException as error:
+            self.error = error
+        finally:
+            self._done.set()
+
+    @property
+    def failed(self) -> bool:
+        return self.error is not None
+
+    def wait(self, until: float) -> bool:
+        return self._done.wait(max(until - time.monotonic(), 0.0))
+
+
+def run_by(until: float, run: Callable[[], Any]) -> Any:
+    """Return what `run` returns, run in a thread of its own.
+
+    Raises:
+        redis.TimeoutError: it is not done at `until`; it goes on by itself.
+    """
+    attempt = _Attempt(run)
+    if not attempt.wait(until):
+        raise RedisTimeoutError("Timeout waiting for the server")
+    if attempt.error is not None:
+        raise attempt.error
+    return attempt.result
+
+
+class _Bounded:
+    """What a pool's connections have beside redis-py's own: while `connect_by` is set, connecting ends in time."""
+
+    _connecting: _Attempt | None = None
+    _is_up = False
+
+    def connect(self) -> None:
+        until = connect_by.get()
+        if self._is_up or until is None:
+            super().connect()  # type: ignore[misc]
+            self._is_up = True
+            return
+        attempt = self._connecting
+        if attempt is None or attempt.failed:
+            try:
+                attempt = _Attempt(lambda: self._connect_once(until))
+            except RuntimeError:  # no thread can be started: the client's own timeouts hold
+                self._connect_once(until)
+                self._is_up = True
+                return
+            self._connecting = attempt
+        if not attempt.wait(until):
+            self.disconnect()  # ends a handshake; without a socket yet, its own timeout does
+            raise RedisTimeoutError("Timeout connecting to server")
+        self._connecting = None
+        if attempt.error is not None:
+            raise attempt.error
+        self._is_up = True
+
+    def disconnect(self, *args: Any, **kwargs: Any) -> None:
+        self._is_up = False
+        super().disconnect(*args, **kwargs)  # type: ignore[misc]
+
+    def _connect_once(self, until: float) -> None:
+        this: Any = self
+        kept = this.retry, this.socket_connect_timeout
+        this.retry = _ONCE
+        this.socket_connect_timeout = min(kept[1] or until, max(until - time.monotonic(), TICK))
+        try:
+            super().connect()  # type: ignore[misc]
+        finally:
+            this.retry, this.socket_connect_timeout = kept
+
+
+@cache
+def _bounded(connection_class: type) -> type:
+    return type(connection_class.__name__, (_Bounded, connection_class), {"__module__": connection_class.__module__})
+
+
+def bound(pool: Any) -> None:
+    """Have the pool's next connections respect `connect_by`. Outside calls of ours nothing changes."""
+    if not issubclass(pool.connection_class, _Bounded):
+        pool.connection_class = _bounded(pool.connection_class)

@@ -1,0 +1,231 @@
+"""One round trip: commands out over a connection of the client's own pool, their replies back.
+
+A connection goes back to its pool only after every reply was read; whatever happens in between closes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import redis
+import redis.asyncio
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import MaxConnectionsError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+from . import clients
+from .deadline import bound, connect_by, overdue
+from .errors import ERRORS, OutOfStep, PoolExhausted, note_unsent
+
+__all__ = ["AsyncWire", "Trip", "Wire", "Words", "encode"]
+
+Words: TypeAlias = Sequence[str | bytes | int]
+"""A command and its arguments."""
+
+FULL_POOL_GAP = 0.005
+"""Seconds between two looks at a full pool. Calls take 0.1 ms, so a connection is free soon, or the server hangs."""
+
+
+class Trip(NamedTuple):
+    """What one round trip asks: encoded commands about one row or one server, and what their replies must repeat.
+
+    Attributes:
+        row: which row they are about; "" for none.
+        packed: the commands, encoded.
+        tokens: for each command what its reply repeats in its second place, unless it is an error; None for one that
+            repeats nothing.
+    """
+
+    row: str
+    packed: bytes
+    tokens: Sequence[bytes | None]
+
+
+def encode(commands: Sequence[Words]) -> bytes:
+    """Return the commands as Redis reads them. A command's name may have several words."""
+    parts = []
+    for name, *arguments in commands:
+        words = [*str(name).split(), *arguments]
+        parts.append(b"*%d\r\n" % len(words))
+        for word in words:
+            data = word if isinstance(word, bytes) else str(word).encode()
+            parts.append(b"$%d\r\n%b\r\n" % (len(data), data))
+    return b"".join(parts)
+
+
+class Wire:
+    """The way to one server, over the pool of a sync client."""
+
+    def __init__(self, client: Any, timeout: float = clients.SOCKET_TIMEOUT) -> None:
+        self.client = client
+        self.timeout = clients.deadline(client, timeout)
+        self._blocking = isinstance(client.connection_pool, redis.BlockingConnectionPool)
+        bound(client.connection_pool)
+
+    def exchange(self, trip: Trip, until: float) -> list[Any]:
+        """Send commands and return their replies; one that is an error is returned, not raised.
+
+        Args:
+            trip: the commands.
+            until: when to give up, by the local monotonic clock.
+
+        Raises:
+            redis.RedisError, OSError: there are not all replies. The connection is closed.
+        """
+        pool = self.client.connection_pool
+        connection = self._take(pool, until)
+        try:
+            overdue.add(connection, until)
+            try:
+                connection.send_packed_command([trip.packed])
+                replies = [_read(connection) for _ in trip.tokens]
+                if not _in_step(replies, trip.tokens):
+                    nonce = secrets.token_hex(8)
+                    connection.send_packed_command([encode([("PING", nonce)])])
+                    _verify(replies, _read(connection), nonce.encode())
+            except BaseException as error:
+                connection.disconnect()
+                if not overdue.remove(connection) and isinstance(error, Exception):
+                    raise RedisTimeoutError(f"Timeout reading from {clients.address(self.client)}") from error
+                raise
+            if not overdue.remove(connection):
+                connection.disconnect()
+        finally:
+            pool.release(connection)
+        return replies
+
+    def _take(self, pool: Any, until: float) -> Any:
+        by = connect_by.set(until)
+        try:
+            while True:
+                try:
+                    if not (self._blocking and pool.pool.empty()):
+                        return pool.get_connection()
+                except MaxConnectionsError:
+                    pass
+                except ERRORS as error:
+                    note_unsent(error)
+                    raise
+                if time.monotonic() + FULL_POOL_GAP > until:
+                    raise _exhausted(pool)
+                time.sleep(FULL_POOL_GAP)
+        finally:
+            connect_by.reset(by)
+
+
+class AsyncWire:
+    """The way to one server, over the pool of an asyncio client, or the node of a cluster's."""
+
+    def __init__(self, client: Any, timeout: float = clients.SOCKET_TIMEOUT) -> None:
+        self.client = client
+        self.timeout = clients.deadline(client, timeout)
+
+    async def exchange(self, trip: Trip, until: float) -> list[Any]:
+        """Send commands and return their replies, as `Wire.exchange` does."""
+        try:
+            async with asyncio.timeout(max(until - time.monotonic(), 0.0)):
+                return await self._exchange(trip, until)
+        except TimeoutError as error:
+            raise RedisTimeoutError(f"Timeout reading from {clients.address(self.client)}") from error
+
+    async def _exchange(self, trip: Trip, until: float) -> list[Any]:
+        connection = await self._take(until)
+        try:
+            try:
+                await self._ready(connection)
+                await connection.send_packed_command(trip.packed)
+                replies = [await _read_async(connection) for _ in trip.tokens]
+                if not _in_step(replies, trip.tokens):
+                    nonce = secrets.token_hex(8)
+                    await connection.send_packed_command(encode([("PING", nonce)]))
+                    _verify(replies, await _read_async(connection), nonce.encode())
+            except BaseException:
+                await connection.disconnect(nowait=True)
+                raise
+        finally:
+            await self._release(connection)
+        return replies
+
+    async def _take(self, until: float) -> Any:
+        where = self.client
+        is_node = not hasattr(where, "connection_pool")
+        pool = where if is_node else where.connection_pool
+        while True:
+            try:
+                if is_node:
+                    return pool.acquire_connection()
+                if not isinstance(pool, redis.asyncio.BlockingConnectionPool) or pool.can_get_connection():
+                    return pool.get_available_connection()
+            except (MaxConnectionsError, RedisConnectionError):  # redis-py 6 has the second for a full pool
+                pass
+            if time.monotonic() + FULL_POOL_GAP > until:
+                raise _exhausted(pool)
+            await asyncio.sleep(FULL_POOL_GAP)
+
+    async def _ready(self, connection: Any) -> None:
+        try:
+            if hasattr(self.client, "connection_pool"):
+                await self.client.connection_pool.ensure_connection(connection)
+            else:
+                await connection.connect()
+        except ERRORS as error:
+            note_unsent(error)
+            raise
+
+    async def _release(self, connection: Any) -> None:
+        if hasattr(self.client, "connection_pool"):
+            await self.client.connection_pool.release(connection)
+        else:
+            self.client.release(connection)
+
+
+def _exhausted(pool: Any) -> PoolExhausted:
+    return PoolExhausted(f"all {pool.max_connections} connections of the client's pool are busy")
+
+
+def _read(connection: Any) -> Any:
+    try:
+        return connection.read_response(disable_decoding=True)
+    except ResponseError as error:
+        return error
+
+
+async def _read_async(connection: Any) -> Any:
+    try:
+        return await connection.read_response(disable_decoding=True)
+    except ResponseError as error:
+        return error
+
+
+def _in_step(replies: Sequence[Any], tokens: Sequence[bytes | None]) -> bool:
+    """Whether each reply is this call's own. An error repeats no token, so it proves nothing.
+
+    Raises:
+        OutOfStep: one is not.
+    """
+    proven = True
+    for reply, token in zip(replies, tokens, strict=False):
+        if token is None:
+            continue
+        if isinstance(reply, ResponseError):
+            proven = False
+        elif not isinstance(reply, list) or len(reply) < 2 or reply[1] != token:
+            raise OutOfStep("the connection held a reply to another call")
+    return proven
+
+
+def _verify(replies: Sequence[Any], echo: Any, nonce: bytes) -> None:
+    """Accept the errors among the replies where what was asked after them comes after them.
+
+    A server that refuses everything (it loads, or wants a password) refuses that too, in the same words.
+    """
+    if echo == nonce or (isinstance(echo, ResponseError) and "'ping'" in str(echo)):  # denied to this user
+        return
+    refused = [(type(reply), str(reply)) for reply in replies if isinstance(reply, ResponseError)]
+    if any(type(echo) is kind and (kind is not ResponseError or str(echo) == text) for kind, text in refused):
+        return
+    raise OutOfStep("the connection held a reply to another call")
