@@ -80,6 +80,10 @@ class LedgerUnavailable(IdempotencyError):
         self.seconds = seconds
         self.unknown = unknown
 
+    def __str__(self) -> str:
+        verdict = "it is not known whether it ran" if self.unknown else "it did not run"
+        return f"{super().__str__()}; {verdict}"
+
 
 class NotDurable(LedgerUnavailable):
     """The write was made, but fewer replicas than `min_replicas` acknowledged it in time.

@@ -19,7 +19,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
-__all__ = ["bound", "connect_by", "overdue", "run_by"]
+__all__ = ["TICK", "bound", "connect_by", "overdue", "run_by"]
 
 TICK = 0.1
 """Seconds between two looks at the calls under way: how late an overdue one may be ended."""

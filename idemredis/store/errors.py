@@ -76,8 +76,7 @@ def map_error(error: Exception, seconds: float, *, unknown: bool = False) -> Ide
     if isinstance(error, AskError):
         text = f"the row's slot is moving to {error.host}:{error.port}"
     unknown = unknown or leaves_unknown(error)
-    verdict = "it is not known whether it ran" if unknown else "it did not run"
-    mapped = LedgerUnavailable(f"Redis did not serve the call ({text}); {verdict}", seconds=seconds, unknown=unknown)
+    mapped = LedgerUnavailable(f"Redis did not serve the call ({text})", seconds=seconds, unknown=unknown)
     mapped.__cause__ = error
     return mapped
 

@@ -18,7 +18,7 @@ from redis.exceptions import MaxConnectionsError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from . import clients
-from .deadline import bound, connect_by, overdue
+from .deadline import TICK, bound, connect_by, overdue
 from .errors import ERRORS, OutOfStep, PoolExhausted, note_unsent
 
 __all__ = ["AsyncWire", "Trip", "Wire", "Words", "encode"]
@@ -127,7 +127,7 @@ class AsyncWire:
     async def exchange(self, trip: Trip, until: float) -> list[Any]:
         """Send commands and return their replies, as `Wire.exchange` does."""
         try:
-            async with asyncio.timeout(max(until - time.monotonic(), 0.0)):
+            async with asyncio.timeout(max(until - time.monotonic(), 0.0) + TICK):
                 return await self._exchange(trip, until)
         except TimeoutError as error:
             raise RedisTimeoutError(f"Timeout reading from {clients.address(self.client)}") from error

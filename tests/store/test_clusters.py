@@ -34,7 +34,7 @@ from idemredis import (
 )
 from idemredis.testing import AsyncClock, Clock
 from tests.support.clock import SLACK, TurnedClock, in_progress
-from tests.support.clusters import Cluster, connect_often, keys_in, moving
+from tests.support.clusters import SLOTS, Cluster, connect_often, keys_in, moving
 from tests.support.servers import Server, valkey
 from tests.support.started import Servers
 from tests.support.subject import MakeSubject, Mode, Subject
@@ -154,6 +154,7 @@ def test_a_claim_may_have_run_whatever_the_cluster_says_next(
     subject = make_subject(mode, cluster, socket_timeout=1.0)
     from_, to = cluster.nodes[0], cluster.nodes[2]
     key = next(keys_in(0, namespace))
+    subject.claimed("acct", next(keys_in(SLOTS - 1, namespace)), "f")  # connects to the node that will hang
     with moving(0, from_, to):
         to.freeze()
         try:
