@@ -6,6 +6,7 @@ connection to close yet, so it runs in a thread of its own, and the call stops w
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
 import time
@@ -97,25 +98,35 @@ class _Attempt:
 
     def __init__(self, run: Callable[[], object]) -> None:
         self._run = run
+        self._once = threading.Lock()
+        self._started = False
         self._done = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
-        threading.Thread(target=self._in_thread, name="idemredis connecting", daemon=True).start()
+
+    def start(self) -> None:
+        """Begin, unless that was done. A signal may interrupt it anywhere; beginning twice does no harm.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+        if not self._started:
+            _thread.start_new_thread(self._in_thread, ())  # `Thread.start` does not survive an interruption
+            self._started = True
+
+    def wait(self, until: float | None) -> bool:
+        """Return whether it is done; None waits as long as it takes."""
+        return self._done.wait(None if until is None else max(until - time.monotonic(), 0.0))
 
     def _in_thread(self) -> None:
+        if not self._once.acquire(blocking=False):
+            return
         try:
             self.result = self._run()
         except BaseException as error:
             self.error = error
         finally:
             self._done.set()
-
-    @property
-    def failed(self) -> bool:
-        return self.error is not None
-
-    def wait(self, until: float) -> bool:
-        return self._done.wait(max(until - time.monotonic(), 0.0))
 
 
 def run_by(until: float, run: Callable[[], Any]) -> Any:
@@ -125,6 +136,7 @@ def run_by(until: float, run: Callable[[], Any]) -> Any:
         redis.TimeoutError: it is not done at `until`; it goes on by itself.
     """
     attempt = _Attempt(run)
+    attempt.start()
     if not attempt.wait(until):
         raise RedisTimeoutError("Timeout waiting for the server")
     if attempt.error is not None:
@@ -140,26 +152,30 @@ class _Bounded:
 
     def connect(self) -> None:
         until = connect_by.get()
-        if self._is_up or until is None:
-            super().connect()  # type: ignore[misc]
-            self._is_up = True
+        inherited = self._connecting  # begun by a call that did not wait for its end
+        if inherited is not None:
+            self._await(inherited, until)
+        if not self._is_up:
+            self.disconnect()  # what was interrupted in the middle may have left half a connection
+            if until is not None and (inherited is None or inherited.error is not None):
+                self._connecting = attempt = _Attempt(lambda: self._connect_once(until))
+                self._await(attempt, until)
+                if attempt.error is not None:
+                    raise attempt.error
+        super().connect()  # type: ignore[misc]  # nothing to do where it is connected
+        self._is_up = True
+
+    def _await(self, attempt: _Attempt, until: float | None) -> None:
+        try:
+            attempt.start()
+        except RuntimeError:  # no thread can be started: the client's own timeouts hold
+            self._connecting = None
             return
-        attempt = self._connecting
-        if attempt is None or attempt.failed:
-            try:
-                attempt = _Attempt(lambda: self._connect_once(until))
-            except RuntimeError:  # no thread can be started: the client's own timeouts hold
-                self._connect_once(until)
-                self._is_up = True
-                return
-            self._connecting = attempt
         if not attempt.wait(until):
             self.disconnect()  # ends a handshake; without a socket yet, its own timeout does
             raise RedisTimeoutError("Timeout connecting to server")
         self._connecting = None
-        if attempt.error is not None:
-            raise attempt.error
-        self._is_up = True
+        self._is_up = attempt.error is None
 
     def disconnect(self, *args: Any, **kwargs: Any) -> None:
         self._is_up = False

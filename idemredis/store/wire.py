@@ -26,6 +26,9 @@ __all__ = ["AsyncWire", "Trip", "Wire", "Words", "encode"]
 Words: TypeAlias = Sequence[str | bytes | int]
 """A command and its arguments."""
 
+_CLOSED = (AttributeError, ValueError)
+"""What redis-py raises where its connection was closed by somebody else in the middle of a call."""
+
 FULL_POOL_GAP = 0.005
 """Seconds between two looks at a full pool. Calls take 0.1 ms, so a connection is free soon, or the server hangs."""
 
@@ -91,6 +94,8 @@ class Wire:
                 connection.disconnect()
                 if not overdue.remove(connection) and isinstance(error, Exception):
                     raise RedisTimeoutError(f"Timeout reading from {clients.address(self.client)}") from error
+                if isinstance(error, _CLOSED):
+                    raise _closed(error) from error
                 raise
             if not overdue.remove(connection):
                 connection.disconnect()
@@ -143,8 +148,10 @@ class AsyncWire:
                     nonce = secrets.token_hex(8)
                     await connection.send_packed_command(encode([("PING", nonce)]))
                     _verify(replies, await _read_async(connection), nonce.encode())
-            except BaseException:
+            except BaseException as error:
                 await connection.disconnect(nowait=True)
+                if isinstance(error, _CLOSED):
+                    raise _closed(error) from error
                 raise
         finally:
             await self._release(connection)
@@ -181,6 +188,10 @@ class AsyncWire:
             await self.client.connection_pool.release(connection)
         else:
             self.client.release(connection)
+
+
+def _closed(error: Exception) -> RedisConnectionError:
+    return RedisConnectionError(f"the connection was closed meanwhile: {error}")
 
 
 def _exhausted(pool: Any) -> PoolExhausted:
