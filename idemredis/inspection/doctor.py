@@ -169,7 +169,7 @@ def _examine(
         servers.append((node, server))
     if not servers:
         return Report(tuple(findings), reachable=False)
-    findings.append(Finding("reachable", "ok", f"{', '.join(server.address for _, server in servers)} answered"))
+    findings.append(Finding("reachable", "ok", f"{', '.join(server.address for _, server in servers)} replied"))
     for node, _ in servers:
         try:
             complete = (yield from _sample(node, namespace, sample, rows, sizes)) and complete
