@@ -57,7 +57,7 @@ MIN_GAP, MAX_GAP = 0.01, 0.25
 """Seconds between two polls of a waiting duplicate."""
 
 GAP_SHARE = 0.05
-"""The gap between polls is this share of the time waited so far, so a duplicate waits at most 5 % too long."""
+"""The gap between polls is this share of the time waited so far, so a duplicate waits about 5 % too long at most."""
 
 FIRST_RETRY, MAX_RETRY = 0.1, 1.0
 """Seconds between two background retries, doubling. A lost claim is released within 2 s of Redis being back, and a

@@ -15,7 +15,7 @@ from .response import StoredResponse
 __all__ = ["CHOICES", "HEARTBEATS", "AsyncReservation", "Choice", "Lease", "Reservation", "allow"]
 
 HEARTBEATS = 3
-"""Renewals in one lease. Two of them can be late or lost before the lease ends."""
+"""Renewals in one lease. If one is late or lost, the next one still comes before the lease ends."""
 
 Choice: TypeAlias = Literal["store", "omit", "release", "hold"]
 """What a view can choose to do with its response."""

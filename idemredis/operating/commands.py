@@ -190,7 +190,10 @@ def stats(session: Session, as_json: bool) -> None:
 
 @_command(_PRINCIPAL, _KEY, _OPERATION, _YES)
 def release(session: Session, as_json: bool, principal: str, key: str, operation: str, yes: bool) -> None:
-    """End the lease of the attempt that holds a row; its writes are refused from now on, and the next retry runs."""
+    """End the lease of the attempt that holds a row.
+
+    The attempt's writes are refused from now on, and the client's next retry runs at once.
+    """
     identity = session.identity(principal, operation, key)
     prompt = "Release this row? If its attempt is still alive, the work may be done twice."
     done = interventions.release(session.ledger, identity, _confirm(prompt, yes))
@@ -217,10 +220,10 @@ def resolve(
     headers: tuple[str, ...],
     yes: bool,
 ) -> None:
-    """Store the response of a stale row by hand; every retry gets it, and nothing runs.
+    """Store the response of a stale row by hand.
 
-    Use this for a row that is held for review, or whose work is known to be done. Check with the downstream service
-    first; `show --downstream` prints the key that it received.
+    Every retry gets this response, and nothing runs. Use it for a row that is held for review, or whose work is known
+    to be done. Check with the downstream service first; `show --downstream` prints the key that it received.
     """
     identity = session.identity(principal, operation, key)
     response = _response(status, body_file.read() if body_file else b"", headers)
@@ -231,7 +234,10 @@ def resolve(
 
 @_command(_PRINCIPAL, _KEY, _OPERATION, _YES)
 def forget(session: Session, as_json: bool, principal: str, key: str, operation: str, yes: bool) -> None:
-    """Delete a row that no attempt holds; a retry then runs the operation as a new claim."""
+    """Delete a row that no attempt holds.
+
+    A retry then runs the operation as a new claim, even if it was done before.
+    """
     identity = session.identity(principal, operation, key)
     prompt = "Delete this row? A retry will run the operation again, even if it was done before."
     done = interventions.forget(session.ledger, identity, _confirm(prompt, yes))
@@ -243,7 +249,10 @@ def forget(session: Session, as_json: bool, principal: str, key: str, operation:
     click.option("--seconds", type=click.FloatRange(0), help="Stop after this time; default: at Ctrl-C."),
 )
 def tail(session: Session, as_json: bool, verbose: bool, seconds: float | None) -> None:
-    """Print claims, takeovers, completions, fences and failures as they happen."""
+    """Print events as they happen.
+
+    Events that write nothing, such as replays and fenced attempts, are shown if the application has a Publisher.
+    """
     until = None if seconds is None else time.monotonic() + seconds
     with closing(tailing.Tail(session.ledger.client, session.namespace)) as listening:
         click.echo(f"idemredis: {_listening_to(listening)}; Ctrl-C to stop", err=True)
@@ -258,7 +267,10 @@ def tail(session: Session, as_json: bool, verbose: bool, seconds: float | None) 
 
 @_command(click.argument("name", default=""))
 def scripts(session: Session, as_json: bool, name: str) -> None:
-    """List the Lua scripts, or print one with line numbers; NAME is a name or the start of a SHA1."""
+    """List the Lua scripts, or print one.
+
+    NAME is a script's name or the first characters of its SHA1, as in SLOWLOG. Lines are numbered as in error messages.
+    """
     loaded = lua.load()
     if not name:
         if as_json:
@@ -280,7 +292,10 @@ def scripts(session: Session, as_json: bool, name: str) -> None:
 
 @_command(click.option("--cluster", is_flag=True, help="Print the lines for a cluster, even if none can be reached."))
 def acl(session: Session, as_json: bool, cluster: bool) -> None:
-    """Print the ACL SETUSER lines for the application, and for people who view or change rows."""
+    """Print the ACL SETUSER lines for each user.
+
+    The users are the application, people who view rows, and people who also change them.
+    """
     try:
         info = ask(primaries(session.ledger.client)[0], "INFO")
         cluster = cluster or is_cluster(session.ledger.client)
@@ -303,7 +318,10 @@ def acl(session: Session, as_json: bool, cluster: bool) -> None:
     ),
 )
 def doctor_(session: Session, as_json: bool, read_only: bool, sample: int) -> None:
-    """Check the server; each finding is ok, unknown, warning or problem, with its reason and a command to fix it."""
+    """Check the server, the client and some rows.
+
+    Each finding is ok, unknown, warning or problem, with its reason and a command or setting that fixes it.
+    """
     try:
         report = session.ledger.check(sample=sample, scratch=not read_only)
     except LedgerUnavailable as error:  # raised while connecting, so there is no client to check
