@@ -241,7 +241,7 @@ class AsyncLedger(BaseLedger[AsyncClient]):
         """
         return await self._drive(flows.read(identify(self.namespace, principal, key, operation)))
 
-    # Complete operations
+    # Whole operations
 
     def reserve(
         self,

@@ -215,7 +215,7 @@ class Ledger(BaseLedger[Client]):
         """
         return self._drive(flows.read(identify(self.namespace, principal, key, operation)))
 
-    # Complete operations
+    # Whole operations
 
     def reserve(
         self,
