@@ -1,4 +1,4 @@
-"""The scripts broken on purpose, one mistake at a time, to see that the tests of this folder find it."""
+"""Scripts with one deliberate mistake each, to check that the tests of tests/faults/ find it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
 
 
 class Broken(Mapping[str, Script]):
-    """Scripts with one piece of text replaced wherever it is."""
+    """Return the scripts with every occurrence of a text replaced."""
 
     def __init__(self, scripts: Mapping[str, Script], right: str, wrong: str) -> None:
         self._scripts = scripts
@@ -100,16 +100,16 @@ class Broken(Mapping[str, Script]):
 
 
 CLAIM = 10
-"""Words of a claim, and of no other script: EVALSHA, its digest, 1, the row and six arguments."""
+"""Number of words of a claim, and of no other script: EVALSHA, the digest, 1, the row and six arguments."""
 
 
 class TwoTrips:
-    """Before a client: a claim of a new row is GET, then SET, as many a library has it."""
+    """Wrap a client so that a claim of a new row is a GET and then a SET, a mistake that many libraries make."""
 
     def execute_command(self, *words: Any, **options: Any) -> Any:
         client: Any = super()
         if words[0] not in ("EVALSHA", "EVAL") or len(words) != CLAIM or client.execute_command("EXISTS", words[3]):
             return client.execute_command(*words, **options)
-        time.sleep(0.002)  # what a round trip takes
+        time.sleep(0.002)  # the duration of a round trip
         client.execute_command("DEL", words[3])
         return client.execute_command(*words, **options)
