@@ -1,9 +1,10 @@
-"""A consumer group of a Redis Stream: each message charges a card once, though messages come at least once.
+"""A consumer group of a Redis Stream, where each message charges a card once despite at-least-once delivery.
 
-    python examples/asyncio_consumer.py                    # shows it on an embedded server
-    python examples/asyncio_consumer.py consume NAME       # what runs there
+    python examples/asyncio_consumer.py                    # demonstrates it on an embedded server
+    python examples/asyncio_consumer.py consume NAME       # the process that it starts
 
-The key is the message's id. A message is acknowledged after its row is completed; what is lost in between comes again.
+The key is the message's id. A message is acknowledged after its row is completed. If the consumer dies in between, the
+message is delivered again, and the row shows that the work is done.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GATEWAY = os.environ.get("SHOP_GATEWAY", "gateway.sqlite3")
 
 STREAM, GROUP = "orders", "chargers"
 SILENT_FOR = 500
-"""Milliseconds after which a message that nobody acknowledged is given to another consumer."""
+"""Milliseconds after which an unacknowledged message is delivered to another consumer."""
 
 
 async def consume(name: str) -> None:
@@ -44,12 +45,12 @@ async def consume(name: str) -> None:
         for message, order in messages:
             try:
                 async with ledger.reserve(STREAM, message, fingerprint_value(order), lease=2, wait=5) as r:
-                    key = r.downstream_key("gateway")  # the same for every attempt at this message
+                    key = r.downstream_key("gateway")  # the same for every attempt of this message
                     r.result = await asyncio.to_thread(gateway.charge, order["card"], int(order["amount"]), key)
             except AlreadyCompleted:
                 pass  # only the acknowledgement was lost
             except KeyInProgress:
-                continue  # another consumer is at it; should it die, the message comes again
+                continue  # another consumer is working on it; if it dies, the message is delivered again
             await client.xack(STREAM, GROUP, message)
 
 
@@ -75,7 +76,7 @@ def main() -> None:
             prove("the card was charged once", [asked.charged for asked in gateway.requests()] == [True, False])
 
             other = str(client.xadd(STREAM, {"card": "tok_visa", "amount": "500"}))
-            client.xgroup_setid(STREAM, GROUP, "0")  # an operator has the whole stream delivered again
+            client.xgroup_setid(STREAM, GROUP, "0")  # deliver the whole stream again, as an operator might
             wait_for(lambda: _delivered(client, other) and client.xpending(STREAM, GROUP)["pending"] == 0)
             asked = gateway.requests()
             prove("the whole stream delivered again charges only what is new", [a.charged for a in asked[2:]] == [True])

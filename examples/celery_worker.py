@@ -1,9 +1,9 @@
-"""A Celery task that charges a card once, though its worker is killed in mid-task and the task is delivered again.
+"""A Celery task that charges a card once, even if its worker is killed during the task and it is delivered again.
 
-    python examples/celery_worker.py                            # shows it on an embedded server
-    celery --workdir examples --app celery_worker worker        # what runs there
+    python examples/celery_worker.py                            # demonstrates it on an embedded server
+    celery --workdir examples --app celery_worker worker        # the process that it starts
 
-`acks_late` makes Celery deliver a task again when its worker dies; `once` makes that safe.
+`acks_late` makes Celery redeliver a task when its worker dies; `once` makes that safe.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ GATEWAY = os.environ.get("SHOP_GATEWAY", "gateway.sqlite3")
 
 app = Celery("shop", broker=REDIS, backend=REDIS)
 app.conf.update(
-    task_acks_late=True,  # the message stays until the task has ended
-    task_reject_on_worker_lost=True,  # and goes back to the queue when the process that runs it is killed
+    task_acks_late=True,  # keep the message until the task has ended
+    task_reject_on_worker_lost=True,  # requeue it if the process that runs the task is killed
     worker_prefetch_multiplier=1,
     broker_connection_retry_on_startup=True,
 )
 ledger = Ledger.from_url(REDIS)
 
 
-# A redelivered task waits for the lease of the killed one, and takes over. Should another worker hold the key for
-# longer than that, the task comes back later.
+# A redelivered task waits for the killed attempt's lease to end, and takes over. If another worker holds the key for
+# longer than that, Celery retries the task later.
 @app.task(name="charge", autoretry_for=(KeyInProgress,), retry_backoff=1, max_retries=10)  # type: ignore[untyped-decorator]
 @ledger.once(principal="shop", key=lambda order: f"order-{order}", operation="charge", lease=2, wait=5)
 def charge(order: int, card: str, amount: int) -> str:
-    key = current_reservation.downstream_key("gateway")  # the same for every attempt at this order
+    key = current_reservation.downstream_key("gateway")  # the same for every attempt of this order
     return Gateway(GATEWAY).charge(card, amount, key)
 
 
@@ -53,7 +53,7 @@ def main() -> None:
         with running([sys.executable, "-m", "celery", *words, *options], env=env):
             delivered = charge.delay(1001, SLOW, 1999)
             killed = wait_for(gateway.requests)[0].process
-            os.kill(killed, signal.SIGKILL)  # the card is charged, and the worker has not heard of it
+            os.kill(killed, signal.SIGKILL)  # the card is charged, and the worker has no response yet
             result = delivered.get(timeout=20)
             asked = gateway.requests()
             row = Ledger.from_url(url).read("shop", "order-1001", "charge")

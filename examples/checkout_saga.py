@@ -1,10 +1,11 @@
-"""A view of three steps, with a checkpoint after each: killed after each step, resumed, and no step is repeated.
+"""A view of three steps with a checkpoint after each, so that a retry resumes after the last step that was done.
 
-    python examples/checkout_saga.py                            # shows it on an embedded server, under gunicorn
-    gunicorn --chdir examples 'checkout_saga:create_app()'      # what runs there
+    python examples/checkout_saga.py                            # demonstrates it on an embedded server, under gunicorn
+    gunicorn --chdir examples 'checkout_saga:create_app()'      # the process that it starts
 
-None of the three services knows idempotency keys here, which is why the checkpoints matter. Between a step and its
-checkpoint an attempt may die all the same: where a service does take a key, give it `downstream_key` too.
+The demonstration kills the worker after each step. The three services do not support idempotency keys here, which is
+why the checkpoints matter. An attempt can still die between a step and its checkpoint: if a service does support keys,
+send it `downstream_key` too.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from idemredis.flask import Idempotency, current_reservation
 STEPS = ("stock reserved", "card charged", "courier booked")
 
 shop = Blueprint("shop", __name__)
-idempotency = Idempotency(principal="shop")  # one tenant; a real shop has the account of who is logged in
+idempotency = Idempotency(principal="shop")  # one tenant; a real shop uses the account that is logged in
 
 
 def create_app(*, fragile: bool = False) -> Flask:
@@ -44,11 +45,11 @@ def create_app(*, fragile: bool = False) -> Flask:
 @idempotency.protect(lease=3)
 def check_out() -> ResponseReturnValue:
     order = request.get_json()["order"]
-    last = current_reservation.last_checkpoint  # (name, data) of the step that an earlier attempt did last, or None
+    last = current_reservation.last_checkpoint  # (name, data) of the last step that an earlier attempt did, or None
     done: dict[str, int] = dict(last[1]) if last else {}
     for step in STEPS:
         if step not in done:
-            current_reservation.ensure_held()  # not while another attempt is at it
+            current_reservation.ensure_held()  # stop if another attempt has taken over
             done[step] = call_service(step, order)
             current_reservation.checkpoint(step, done)
             if current_app.config["FRAGILE"]:
@@ -57,7 +58,7 @@ def check_out() -> ResponseReturnValue:
 
 
 def call_service(step: str, order: int) -> int:
-    """Stands for a call of another service. Calling twice does it twice."""
+    """Call a fake service; two calls do the work twice."""
     with closing(sqlite3.connect(current_app.config["SERVICES"])) as db, db:
         return db.execute("INSERT INTO calls VALUES (NULL, ?, ?, ?)", (step, order, os.getpid())).lastrowid or 0
 
@@ -79,7 +80,7 @@ def main() -> None:
                     print(f"request {next(attempts)}: the worker was killed")
                     return None
                 print(f"request {next(attempts)}: {answer.status_code}")
-                if answer.status_code == 409:  # the lease of the attempt that was killed has not ended
+                if answer.status_code == 409:  # the killed attempt's lease has not ended yet
                     time.sleep(answer.json()["retry_after_ms"] / 1000)
                     return None
                 return answer

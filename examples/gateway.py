@@ -1,6 +1,6 @@
-"""A fake card gateway: a SQLite file of charges, unique by the idempotency key that it is given, as real ones do it.
+"""A fake card gateway: a SQLite file of charges that are unique by idempotency key, as those of real gateways are.
 
-It notes each charge request, so that one can see how often it was asked, by which process, and how often it charged.
+It records each request, so that one can see how often it was called, by which process, and how often it charged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 SLOW = "tok_slow"
-"""A test card that is charged at once and answered late."""
+"""A test card that is charged at once, with a late response."""
 
 SLOW_SECONDS = float(os.environ.get("SHOP_SLOW_SECONDS", "3"))
 
@@ -27,11 +27,11 @@ CREATE TABLE IF NOT EXISTS requests (key TEXT NOT NULL, process INTEGER NOT NULL
 
 
 class CardDeclined(Exception):
-    """The bank said no; nothing was charged."""
+    """The bank declined the card; nothing was charged."""
 
 
 class Request(NamedTuple):
-    """What the gateway noted of one request: its key, the process that sent it, and whether it charged the card."""
+    """A recorded request: its key, the process that sent it, and whether it charged the card."""
 
     key: str
     process: int
@@ -39,7 +39,7 @@ class Request(NamedTuple):
 
 
 class Gateway:
-    """The gateway's client, as a shop would have it from the gateway's makers."""
+    """A client library, as a gateway would provide it."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
@@ -47,7 +47,7 @@ class Gateway:
             db.executescript(_TABLES)
 
     def charge(self, card: str, amount: int, idempotency_key: str) -> str:
-        """Charge a card, once for each key, and return the charge's id."""
+        """Charge a card, once per key, and return the id of the charge."""
         if card == DECLINED:
             raise CardDeclined
         new = (idempotency_key, f"ch_{secrets.token_hex(6)}", amount)
@@ -60,7 +60,7 @@ class Gateway:
         return charge
 
     def requests(self) -> list[Request]:
-        """Return what was noted, in its order."""
+        """Return the recorded requests in their order."""
         with closing(sqlite3.connect(self._path)) as db:
             rows = db.execute("SELECT key, process, charged FROM requests ORDER BY rowid")
             return [Request(key, process, bool(charged)) for key, process, charged in rows]

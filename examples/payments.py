@@ -1,4 +1,4 @@
-"""A small shop that charges a card and records an order, once, however often its client sends the request.
+"""A small shop that charges a card and records an order once, however often the client sends the request.
 
     flask --app examples/payments.py run
     gunicorn --chdir examples --workers 2 'payments:create_app()'
@@ -35,7 +35,7 @@ CREATE TABLE IF NOT EXISTS orders (
 
 shop = Blueprint("shop", __name__)
 
-telemetry = Telemetry(MeterProvider([PrometheusMetricReader()]))  # of this process: scrape each worker, or push
+telemetry = Telemetry(MeterProvider([PrometheusMetricReader()]))  # per process: scrape each worker, or push
 
 # A key belongs to the account that sends it: two customers may both use "order-1".
 idempotency = Idempotency(principal=lambda: g.account, observers=[telemetry])
@@ -60,7 +60,7 @@ def create_app() -> Flask:
 
 @shop.before_request
 def authenticate() -> ResponseReturnValue | None:
-    """Fake: a real shop would look a token up, or check its signature."""
+    """Return the account of a token; a real shop would look the token up or check its signature."""
     token = request.authorization.token if request.authorization else None
     g.account = ACCOUNTS.get(token or "")
     return None if g.account else ({"error": "unauthorized"}, 401)
@@ -74,15 +74,15 @@ def create_charge() -> ResponseReturnValue:
     if not isinstance(card, str) or type(amount) is not int or amount <= 0:
         return {"error": "card and amount (in cents) are required"}, 422
 
-    # The ledger cannot take back what a killed worker did. The gateway is therefore given a key that is the same for
-    # every attempt at this operation, so that it charges once.
+    # The ledger cannot undo what a killed worker did. The gateway therefore receives a key that is the same for every
+    # attempt of this operation, and charges once.
     gateway = Gateway(current_app.config["GATEWAY"])
     try:
         charge = gateway.charge(card, amount, current_reservation.downstream_key("gateway"))
     except CardDeclined:
-        return {"error": "card_declined"}, 402  # kept and replayed like any answer below 500
+        return {"error": "card_declined"}, 402  # stored and replayed, like most responses below 500
 
-    # For the same reason an order is unique by its charge.
+    # For the same reason, an order is unique by its charge.
     with database() as db:
         new = (g.account, charge, amount)
         db.execute("INSERT INTO orders (account, charge, amount) VALUES (?, ?, ?) ON CONFLICT (charge) DO NOTHING", new)
@@ -105,7 +105,10 @@ def show_order(number: int) -> ResponseReturnValue:
 
 
 def show_health() -> ResponseReturnValue:
-    """Is the ledger's server fit for it? For alerts; a balancer that asks takes every instance out at once."""
+    """Report whether the server is fit for the ledger; for alerts.
+
+    Do not use it for load balancing: during an outage it would take all instances out at once.
+    """
     report = current_app.extensions["idemredis"].ledger.check(sample=20)
     return report.as_dict(), 200 if report.healthy else 503
 

@@ -1,4 +1,4 @@
-"""What the examples for workers share: to say what was proved, to wait for another process, and to serve an app."""
+"""Functions that the examples share: report a result, wait for another process, and serve an application."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ HERE = Path(__file__).parent
 
 
 def prove(what: str, holds: bool) -> None:
-    """Print it; end with status 1 where it does not hold."""
+    """Print what was checked; exit with status 1 if it does not hold."""
     print("proved:" if holds else "NOT SO:", what, flush=True)
     if not holds:
         sys.exit(1)
 
 
 def wait_for(what: Callable[[], T | None], seconds: float = 20.0) -> T:
-    """Ask until the answer is true, and return it."""
+    """Call a function until its result is true, and return the result."""
     until = time.monotonic() + seconds
     while not (answer := what()):
         if time.monotonic() > until:
@@ -38,14 +38,14 @@ def wait_for(what: Callable[[], T | None], seconds: float = 20.0) -> T:
 
 @contextmanager
 def script(name: str, *words: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run an example's other half: the same file, with words on its command line."""
+    """Run an example's file as another process, with arguments on its command line."""
     with running([sys.executable, str(HERE / name), *words], env={**os.environ, **env}) as process:
         yield process
 
 
 @contextmanager
 def serving(app: str, **env: str) -> Iterator[str]:
-    """Serve a Flask app of this folder under gunicorn with two workers; give its URL."""
+    """Serve a Flask application of this folder under gunicorn with two workers, and yield its URL."""
     port = free_port()
     command = [sys.executable, "-m", "gunicorn", "--bind", f"127.0.0.1:{port}", "--workers", "2", "--threads", "4"]
     command += ["--log-level", "critical", "--no-control-socket", "--graceful-timeout", "1"]

@@ -1,7 +1,7 @@
-"""An RQ job that charges a card once, though its work horse is killed in mid-job and the job is retried.
+"""An RQ job that charges a card once, even if its work horse is killed during the job and the job is retried.
 
-    python examples/rq_worker.py                    # shows it on an embedded server
-    rq worker --path examples                       # what runs there
+    python examples/rq_worker.py                    # demonstrates it on an embedded server
+    rq worker --path examples                       # the process that it starts
 
 `Retry` makes RQ run a job again when its work horse dies; `once` makes that safe.
 """
@@ -28,10 +28,10 @@ GATEWAY = os.environ.get("SHOP_GATEWAY", "gateway.sqlite3")
 ledger = Ledger.from_url(REDIS)
 
 
-# A retried job waits for the lease of the killed one, and takes over.
+# A retried job waits for the killed attempt's lease to end, and takes over.
 @ledger.once(principal="shop", key=lambda order: f"order-{order}", operation="charge", lease=2, wait=5)
 def charge(order: int, card: str, amount: int) -> str:
-    key = current_reservation.downstream_key("gateway")  # the same for every attempt at this order
+    key = current_reservation.downstream_key("gateway")  # the same for every attempt of this order
     return Gateway(GATEWAY).charge(card, amount, key)
 
 
@@ -44,7 +44,7 @@ def main() -> None:
         with running([sys.executable, "-m", "rq.cli", *words], env=env):
             job = queue.enqueue("rq_worker.charge", 1001, SLOW, 1999, retry=Retry(max=3))
             killed = wait_for(gateway.requests)[0].process
-            os.kill(killed, signal.SIGKILL)  # the card is charged, and the work horse has not heard of it
+            os.kill(killed, signal.SIGKILL)  # the card is charged, and the work horse has no response yet
             result = wait_for(job.return_value)
             asked = gateway.requests()
             row = Ledger.from_url(url).read("shop", "order-1001", "charge")

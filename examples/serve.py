@@ -1,4 +1,4 @@
-"""The shop on gunicorn with an embedded server, left running: python examples/serve.py"""
+"""Serve the shop on gunicorn with an embedded server until Ctrl-C: python examples/serve.py"""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from embedded import free_port, running, valkey, wait_until_up
 WORKERS = 2
 
 PAGE = "shop:create_app()"
-"""`payments.py`, and the page."""
+"""`payments.py` with a page to try it in."""
 
 LEASE = 5
-"""Seconds after which a retry takes over from a killed worker: short, so that one can watch it."""
+"""Seconds after which a retry takes over from a killed worker. Short enough to watch."""
 
 HELP = """
 Open {url}/ in a browser: the shop, with a switch for each trouble, and the ledger beside it.
@@ -46,7 +46,7 @@ CHARGE = """curl -i {url}/charges -H 'Authorization: Bearer {token}' -H 'Idempot
 
 
 class Shop(NamedTuple):
-    """Where it is served, where its gateway notes what it was asked, and gunicorn's own process."""
+    """The shop's URL, its gateway, which records requests, and gunicorn's process."""
 
     url: str
     gateway: Path
@@ -62,7 +62,7 @@ def serving(
     threads: int = 1,
     **settings: str,
 ) -> Iterator[Shop]:
-    """Run the shop under gunicorn, its SQLite files in `directory`. What the environment sets wins over `settings`."""
+    """Run the shop under gunicorn with its SQLite files in `directory`; the environment overrides `settings`."""
     address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "gunicorn", "--bind", address, "--workers", str(WORKERS)]
     command += ["--threads", str(threads)]

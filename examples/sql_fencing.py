@@ -1,10 +1,10 @@
-"""The generation as a fencing token in SQL: the write of an owner that was paused for too long is refused.
+"""The generation as a fencing token in SQL: the database refuses the write of an owner that was paused for too long.
 
-    python examples/sql_fencing.py                         # shows it on an embedded server and SQLite
-    python examples/sql_fencing.py close MONTH [paused]    # what runs there
+    python examples/sql_fencing.py                         # demonstrates it on an embedded server and SQLite
+    python examples/sql_fencing.py close MONTH [paused]    # the process that it starts
 
-A look at the lease (`ensure_held`) is not enough: a process may be paused between the look and the write. So the write
-carries the generation, and the database keeps the highest that it has seen.
+Checking the lease with `ensure_held` is not enough: a process can be paused between the check and the write. So the
+write carries the generation, and the database keeps the highest generation that it has received.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""A Flask endpoint for webhooks, which come at least once: each event charges a card once.
+"""A Flask endpoint for webhooks, where each event charges a card once despite at-least-once delivery.
 
-    python examples/webhooks.py                            # shows it on an embedded server, under gunicorn
-    gunicorn --chdir examples 'webhooks:create_app()'      # what runs there
+    python examples/webhooks.py                            # demonstrates it on an embedded server, under gunicorn
+    gunicorn --chdir examples 'webhooks:create_app()'      # the process that it starts
 
-A provider names its events in the body and sends no Idempotency-Key, so the view reserves the event itself: the
-principal is the provider whose signature is right, the key is the event's id.
+A provider identifies its events in the body and sends no Idempotency-Key, so the view reserves the event itself. The
+principal is the provider, after checking its signature, and the key is the event's id.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def receive(provider: str) -> ResponseReturnValue:
     event = request.get_json()
     ledger: Ledger = current_app.extensions["ledger"]
     gateway = Gateway(current_app.config["GATEWAY"])
-    # What counts is the event itself. Attempt counters and times of delivery differ from one delivery to the next.
+    # Only the event itself is hashed; attempt counters and delivery times differ between deliveries.
     asked = fingerprint_value({"type": event["type"], "data": event["data"]})
     try:
         with ledger.reserve(provider, event["id"], asked, "webhook", lease=2, wait=5) as r:
             key = r.downstream_key("gateway")  # the same for every delivery of this event
             r.result = gateway.charge(event["data"]["card"], event["data"]["amount"], key)
     except AlreadyCompleted:
-        return {"status": "done before"}  # the provider asks for no more than a 200
+        return {"status": "done before"}  # providers only need a 200
     except (KeyInProgress, LedgerUnavailable):
         return {"status": "deliver it again"}, 503, {"Retry-After": "2"}
     except (KeyReused, InvalidKey) as error:

@@ -1,4 +1,4 @@
-"""The Idempotency-Key ledger: claim an operation in Redis before it runs, and replay its response to every retry."""
+"""Idempotency-Key for Python services: claim an operation in Redis before it runs, replay its response to retries."""
 
 from .core.fingerprint import fingerprint_request, fingerprint_value
 from .core.outcomes import InProgress, Replay, Reused, Row

@@ -1,20 +1,20 @@
-"""Every error this package raises, drawn once.
+"""Every error that this package raises.
 
 IdempotencyError
-├── ConfigurationError     a setting, or how the ledger was made
-├── InvalidKey             the key cannot name an operation
-├── InvalidPrincipal       there is no principal to scope the key to
-├── InvalidResponse        an answer that cannot be stored
-├── LedgerUnavailable      Redis was unreachable, refused or too slow
+├── ConfigurationError     a setting or an argument is not supported
+├── InvalidKey             the key is empty, too long or not printable ASCII
+├── InvalidPrincipal       the principal is missing, blank or of the wrong type
+├── InvalidResponse        the response cannot be stored
+├── LedgerUnavailable      Redis was unreachable, refused the call, or was too slow
 │   └── NotDurable         too few replicas acknowledged in time
-├── CorruptRow             what is stored under the name is not a row of ours
-├── FencedOut              another attempt owns the row now, or the row is gone
-├── KeyInProgress          another attempt is running          (raised by adapters only)
-├── KeyReused              same key, another fingerprint       (raised by adapters only)
-├── AlreadyCompleted       it was done before                  (raised by adapters only)
-├── PreviousAttemptFailed  it failed for good before           (raised by adapters only)
-├── HoldForReview          raised by a recover function: a person must decide
-└── NoReservation          `current_reservation` is used where nothing is reserved
+├── CorruptRow             the row was not written by this ledger, or was edited
+├── FencedOut              another attempt owns the row, or the row is gone
+├── KeyInProgress          another attempt is running              (`reserve` and `once` only)
+├── KeyReused              same key, another fingerprint           (`reserve` and `once` only)
+├── AlreadyCompleted       an earlier attempt finished             (`reserve` and `once` only)
+├── PreviousAttemptFailed  an earlier attempt failed for good      (`reserve` and `once` only)
+├── HoldForReview          raised by the application: leave the row pending for a person
+└── NoReservation          `current_reservation` is used, and there is none
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ __all__ = [
 
 
 class IdempotencyError(Exception):
-    """The root of every error of this package. All can be pickled: worker pools do that with what a task raises."""
+    """Base class of all errors of this package. Errors can be pickled, as worker pools require."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return _revive, (type(self), self.args, self.__dict__)
 
 
 class ConfigurationError(IdempotencyError, ValueError):
-    """A setting that cannot work; the message names it, its value and the fix."""
+    """A setting or an argument is not supported; the message names it, its value and the fix."""
 
 
 class InvalidKey(IdempotencyError, ValueError):
-    """A key that is empty, longer than 255 characters, or not printable ASCII. The message does not repeat it."""
+    """The key is empty, longer than 255 characters, or not printable ASCII. The message never contains the key."""
 
 
 class InvalidPrincipal(IdempotencyError, ValueError):
-    """A principal that is missing, blank, or not a str, int or UUID."""
+    """The principal is missing, blank, or not a str, int or UUID."""
 
 
 class InvalidResponse(IdempotencyError, TypeError, ValueError):
-    """An answer that cannot be stored: a body that is not bytes, no HTTP status, a header that is not text."""
+    """The response cannot be stored: its body is not bytes, or its status or a header is invalid."""
 
 
 class LedgerUnavailable(IdempotencyError):
-    """Redis was unreachable, refused, or too slow.
+    """Redis was unreachable, refused the call, or was too slow.
 
     Attributes:
         seconds: how long the call took until it failed.
-        unknown: True when the script may have run all the same, or may still run (a lost reply looks like a lost
-            request); False when Redis answered that it did not.
+        unknown: True if the script may have run or may still run, since a lost reply looks like a lost request; False
+            if Redis replied that it did not run.
     """
 
     def __init__(self, message: str, *, seconds: float = 0.0, unknown: bool = True) -> None:
@@ -86,11 +86,11 @@ class LedgerUnavailable(IdempotencyError):
 
 
 class NotDurable(LedgerUnavailable):
-    """The write was made, but fewer replicas than `min_replicas` acknowledged it in time.
+    """Redis made the write, but fewer replicas than `min_replicas` acknowledged it in time.
 
     Attributes:
-        acknowledged: how many did.
-        required: how many had to.
+        acknowledged: how many replicas acknowledged the write.
+        required: how many replicas must acknowledge it.
     """
 
     def __init__(self, message: str, *, acknowledged: int, required: int, seconds: float = 0.0) -> None:
@@ -100,62 +100,64 @@ class NotDurable(LedgerUnavailable):
 
 
 class CorruptRow(IdempotencyError):
-    """What is stored under the row's name is not a row of this ledger. It is never run and never overwritten.
+    """The row was not written by this ledger, or was edited. It is never run and never overwritten.
 
     Attributes:
         why: which field is wrong, and how.
-        ttl: seconds until it expires; None where it never does, or where that was not read.
+        ttl: seconds until the row expires; None if it has no TTL, or if the TTL was not read.
     """
 
     def __init__(self, why: str, ttl: float | None = None) -> None:
         super().__init__(
-            f"the row is corrupt ({why}); look at it with redis-cli, and delete it once you know what it is"
+            f"the row is corrupt ({why}); inspect it with redis-cli, and delete it once you know who wrote it"
         )
         self.why = why
         self.ttl = ttl
 
 
 class FencedOut(IdempotencyError):
-    """This attempt no longer owns its row: it was taken over, has expired, or is finished. Nothing was changed.
+    """This attempt no longer owns its row, which was taken over, has expired, or is finished. Nothing was changed.
 
-    What the attempt did elsewhere may have been done twice.
+    The work that the attempt did elsewhere may have been done twice.
     """
 
 
 class KeyInProgress(IdempotencyError):
-    """Another attempt of the same operation is running, or waits for its lease to end.
+    """Another attempt of the same operation is running, or its lease has not ended yet.
 
     Attributes:
-        retry_after: seconds left on its lease; 0.0 when there are none.
+        retry_after: seconds left on its lease; 0.0 if it has none left.
     """
 
     def __init__(self, retry_after: float) -> None:
-        super().__init__(f"another attempt holds this key; its lease has {retry_after:.3f} s left")
+        super().__init__(
+            f"another attempt holds this key, and its lease has {retry_after:.3f} s left; retry after that"
+        )
         self.retry_after = retry_after
 
 
 class KeyReused(IdempotencyError):
-    """The key was used before for something else: its fingerprint differs."""
+    """The key was used before for a different request: the fingerprints differ."""
 
     def __init__(self) -> None:
-        super().__init__("this key was used before with another fingerprint; a new operation needs a new key")
+        super().__init__("this key was used before with another fingerprint; use a new key for a new operation")
 
 
 class AlreadyCompleted(IdempotencyError):
-    """The operation was done before.
+    """An earlier attempt completed the operation.
 
     Attributes:
-        response: what it answered.
+        response: the stored response.
     """
 
     def __init__(self, response: StoredResponse) -> None:
-        kept = f"; its result was not kept ({response.omitted})" if response.omitted else ""
-        super().__init__(f"this operation was completed before{kept}")
+        omitted = f"; its result was not stored ({response.omitted})" if response.omitted else ""
+        super().__init__(f"this operation was completed before{omitted}")
         self.response = response
 
 
 class PreviousAttemptFailed(IdempotencyError):
-    """The operation failed for good before, and is not run again.
+    """An earlier attempt of the operation failed for good; it is not run again.
 
     Attributes:
         response: the stored failure.
@@ -167,11 +169,11 @@ class PreviousAttemptFailed(IdempotencyError):
 
 
 class HoldForReview(IdempotencyError):
-    """Raise it in a recover function to leave the row pending until a person has looked."""
+    """Raise this to leave the row pending until its lease ends, so that a person can look at it first."""
 
 
 class NoReservation(IdempotencyError, LookupError, RuntimeError):
-    """`current_reservation` is used where no protected view and no `once` function is running."""
+    """`current_reservation` is used, and no protected view or `once` function is running."""
 
 
 def _revive(kind: type[IdempotencyError], args: tuple[object, ...], facts: dict[str, object]) -> IdempotencyError:

@@ -1,4 +1,4 @@
-"""What happened to a row, and who hears of it: the log, and observers."""
+"""Events, and the emitter that sends them to the log and to observers."""
 
 from __future__ import annotations
 
@@ -33,29 +33,32 @@ EventName: TypeAlias = Literal[
 ]
 
 _LOUD: Mapping[EventName, tuple[int, str]] = {
-    "fenced": (logging.ERROR, "an attempt no longer owned its row; what it did elsewhere may have been done twice"),
+    "fenced": (logging.ERROR, "an attempt no longer owned its row; its work may have been done twice"),
     "completion_lost": (logging.ERROR, "a response could not be stored in time; a retry will run the operation again"),
     "held_for_review": (logging.ERROR, "an operation waits for a person to decide"),
-    "taken_over": (logging.WARNING, "an earlier attempt did not finish; a new one runs"),
-    "unavailable": (logging.WARNING, "Redis did not serve the ledger"),
-    "not_stored": (logging.WARNING, "a response was not stored; retries are refused and do not run"),
+    "taken_over": (logging.WARNING, "an earlier attempt did not finish; a new attempt is running"),
+    "unavailable": (logging.WARNING, "Redis was unreachable, refused a call, or was too slow"),
+    "not_stored": (
+        logging.WARNING,
+        "a response was not stored; retries are refused and the operation is not run again",
+    ),
 }
 _QUIET = (logging.DEBUG, "")
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that happened to a row.
+    """An event in the life of a row.
 
     Attributes:
-        name: `claimed`, `taken_over`, `replayed` and so on; `EventName` has them all.
-        digest: 12 hex digits that stand for the row's identity.
-        operation: of the row; "" for none.
-        generation: of the attempt; 0 where there is none.
-        route: which endpoint or function it was, such as `POST /orders/<id>`; "" where unknown.
-        seconds: from the start of the ledger's operation; 0.0 for what happened in the background.
-        principal: only from a ledger made with `log_keys=True`.
-        key: likewise.
+        name: `claimed`, `taken_over`, `replayed` and so on; `EventName` lists all names.
+        digest: 12 hex digits that identify the row without showing its key or principal.
+        operation: third part of the row's identity; "" if there is none.
+        generation: generation of the attempt; 0 if there is no attempt.
+        route: the endpoint or function, such as `POST /orders/<id>`; "" if unknown.
+        seconds: duration of the ledger's call so far; 0.0 for an event in the background.
+        principal: whose key it is; None unless the ledger was made with `log_keys=True`.
+        key: the key; None unless the ledger was made with `log_keys=True`.
     """
 
     name: EventName
@@ -72,12 +75,12 @@ Observer: TypeAlias = Callable[[Event], object]
 
 
 def digest(row: str) -> str:
-    """Return 12 hex digits that stand for a row in logs and metrics, which never show its key or principal."""
+    """Return 12 hex digits that identify a row in logs and spans, which never show its key or principal."""
     return hashlib.sha256(row.encode()).hexdigest()[:12]
 
 
 class EventEmitter:
-    """Gives events to the log and to observers. An observer that raises cannot break the ledger."""
+    """Send events to the log and to observers; an exception of an observer is logged and never reaches the ledger."""
 
     def __init__(self, observers: Iterable[Observer], log_keys: bool) -> None:
         self._observers = tuple(observers)
@@ -88,7 +91,7 @@ class EventEmitter:
         ]
 
     def __call__(self, emit: Emit, began: float | None = None) -> None:
-        """Emit an event of an operation that began at `began`, by the local monotonic clock."""
+        """Emit an event of a call that began at `began`, by the local monotonic clock."""
         level, meaning = _LOUD.get(emit.event, _QUIET)
         logged = logger.isEnabledFor(level)
         if not logged and not self._observers:
@@ -98,18 +101,18 @@ class EventEmitter:
             words = (event.name, event.digest, event.generation, meaning)
             logger.log(level, "%s: row %s generation %d %s", *words, extra={"idempotency": event})
         for observer in self._observers:
-            self._guarded(observer, observer, event)
+            self._notify(observer, observer, event)
 
     def timed(self, script: str, sent: float, outcome: object) -> None:
-        """Give the time that a script took, and the kind of its outcome, to observers that have a method `timed`."""
+        """Report a script's duration and kind of outcome to the observers that have a method `timed`."""
         for timer in self._timers:
-            self._guarded(
+            self._notify(
                 timer, timer.timed, script, time.monotonic() - sent, type(outcome).__name__.removeprefix("Async")
             )
 
-    def _guarded(self, observer: Observer, notify: Callable[..., object], *facts: object) -> None:
+    def _notify(self, observer: Observer, method: Callable[..., object], *facts: object) -> None:
         try:
-            notify(*facts)
+            method(*facts)
         except Exception:
             if id(observer) not in self._failed:
                 self._failed.add(id(observer))

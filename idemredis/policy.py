@@ -1,4 +1,4 @@
-"""The ledger's settings: frozen, checked once, each error naming the setting and the fix."""
+"""The ledger's settings: leases, retention and other limits."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from .errors import ConfigurationError
 __all__ = ["LONGEST_RETENTION", "Policy", "check_lease"]
 
 LONGEST_RETENTION = 10 * 366 * 86400.0
-"""Ten years, in seconds: far below where Redis' own milliseconds overflow, and longer than any ledger is kept."""
+"""Ten years, in seconds. Longer than any ledger needs, and far below the limit of Redis's milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """How long things last, and what a write must reach before it counts.
+    """The limits of a ledger: times in seconds, sizes in bytes.
 
     Attributes:
-        lease: seconds a reservation stays pending without being renewed. 30 s is the time most proxies give a request.
-        retention: seconds a row lives from its last transition. 24 h is what the large payment APIs promise clients.
-        max_hold: seconds after which a heartbeat stops, so that a hung handler can be taken over. 15 minutes.
+        lease: seconds that a reservation stays pending without being renewed. Most proxies time a request out after
+            30 s.
+        retention: seconds that a row lives after its last transition. The large payment APIs keep keys for 24 h.
+        max_hold: seconds after which the heartbeat stops, so that a hung handler can be taken over. 15 minutes is
+            longer than a healthy handler runs.
         heartbeat: renew leases while protected work runs.
-        max_body: bytes of a stored answer; a larger one becomes a tombstone. 16 KiB.
-        min_replicas: how many replicas must have a claim or completion before it counts (0: none need to).
-        replica_timeout: seconds to wait for them; below the client's socket timeout.
+        max_body: bytes of a stored body; a response with a larger one becomes a tombstone. 16 KiB fits API responses
+            and keeps rows small.
+        min_replicas: how many replicas must acknowledge a claim or completion before it takes effect; 0 for none.
+        replica_timeout: seconds to wait for the replicas; must be below the client's socket timeout of 1 s.
 
     Raises:
-        ConfigurationError: a setting that cannot work.
+        ConfigurationError: a setting is not supported; the message names it, its value and the fix.
     """
 
     lease: float = 30.0
@@ -52,10 +55,10 @@ class Policy:
 
 
 def check_lease(lease: float, retention: float) -> None:
-    """Refuse a lease that is not a time, or not shorter than the retention.
+    """Check that a lease is a valid time and shorter than the retention; both are in seconds.
 
     Raises:
-        ConfigurationError: with both values.
+        ConfigurationError: it is not; the message has both values.
     """
     check_seconds("lease", lease)
     if lease >= retention:
@@ -63,10 +66,10 @@ def check_lease(lease: float, retention: float) -> None:
 
 
 def check_seconds(name: str, value: float) -> None:
-    """Refuse what is not a finite time of at least a millisecond, and at most ten years.
+    """Check that a time in seconds is at least a millisecond and at most ten years.
 
     Raises:
-        ConfigurationError: with the setting's name and value.
+        ConfigurationError: it is not; the message has the setting's name and value.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ConfigurationError(f"{name} must be a number of seconds, not {value!r}")

@@ -1,12 +1,12 @@
-"""For users' own tests: a clock that is turned by hand.
+"""Test helpers: a clock for rows that can be advanced without sleeping.
 
-A row's TTL is its clock, so a row that is made 31 seconds older is a row whose lease of 30 seconds is over:
+A row's TTL is its clock. Making a row 31 seconds older ends a lease of 30 seconds:
 
     ledger = Ledger.from_url("memory://")
     ledger.claim("acct_1", "key-1", "f")
-    Clock(ledger).turn(31)              # nobody slept; the next claim takes the row over
+    Clock(ledger).turn(31)              # no sleep; the next claim takes the row over
 
-The ledger and its scripts are the unmodified ones, on any server and client. With an `AsyncLedger` it is
+This works with any server and client, and with the unmodified ledger and scripts. For an `AsyncLedger`, use
 `await AsyncClock(ledger).turn(31)`.
 """
 
@@ -28,33 +28,37 @@ if ttl >= 0 then redis.call('PEXPIRE', row, ttl - elapsed) end
 
 
 class Clock:
-    """Makes every row of a ledger older, and so turns the only clock that a ledger has.
+    """Advance the clock of all rows of a ledger.
 
-    A row whose retention is over by then expires; a row that is claimed afterwards is new. Redis's own clock and the
-    local one go on, so `held` and heartbeats follow real time.
+    A row whose retention has passed by then expires. Rows that are claimed later are not affected. `held` and
+    heartbeats use the local clock and follow real time.
 
     Args:
-        ledger: a `Ledger`; in a Flask application the one that was given to `Idempotency(ledger=…)`.
+        ledger: a `Ledger`; in a Flask application, the one passed to `Idempotency(ledger=…)`.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def turn(self, seconds: float) -> None:
-        """Make every row older by so many seconds; younger where negative, as when a server's clock steps back."""
+        """Make every row older by `seconds`; a negative number makes rows younger, as a clock that steps back does."""
         client: Any = self._ledger.client
         for row in list(client.scan_iter(_rows(self._ledger))):
             client.eval(_AGE, 1, row, milliseconds(seconds))
 
 
 class AsyncClock:
-    """`Clock` for an `AsyncLedger`."""
+    """Advance the clock of all rows of an `AsyncLedger`, as `Clock` does for a `Ledger`.
+
+    Args:
+        ledger: an `AsyncLedger`.
+    """
 
     def __init__(self, ledger: AsyncLedger) -> None:
         self._ledger = ledger
 
     async def turn(self, seconds: float) -> None:
-        """Make every row older by so many seconds; younger where negative."""
+        """Make every row older by `seconds`; a negative number makes rows younger, as a clock that steps back does."""
         client: Any = self._ledger.client
         for row in [row async for row in client.scan_iter(_rows(self._ledger))]:
             await client.eval(_AGE, 1, row, milliseconds(seconds))

@@ -1,10 +1,10 @@
 --[[
-checkpoint: note how far the attempt that owns the row got, and extend its lease.
+checkpoint: save how far the attempt that owns the row got, and extend its lease.
 
 KEYS
   1  row               hash
 ARGV
-  1  generation        integer   what claim or takeover answered
+  1  generation        integer   from the reply of claim or takeover
   2  owner             text      the attempt's token
   3  lease             ms        new length, from now
   4  retention         ms        from now: the row's TTL
@@ -13,10 +13,10 @@ ARGV
   7  checkpoint_seq    integer   grows with each checkpoint of the attempt
 
 REPLY
-  saved    token             noted; or a later one of this attempt already is, and stays
-  fenced   token             another attempt owns the row, or it is gone or finished; nothing changed
+  saved    token             it is saved, or this attempt already saved a later one, which stays
+  fenced   token             another attempt owns the row, or the row is gone or finished; nothing was changed
 
-WRITES  checkpoint, checkpoint_data, checkpoint_seq, lease, retention and the TTL, and only on "saved"
+WRITES  checkpoint, checkpoint_data, checkpoint_seq, lease, retention and the TTL, on "saved" only
 ]]
 -- include lib/clock.lua
 -- include lib/fence.lua

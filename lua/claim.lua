@@ -1,25 +1,25 @@
 --[[
-claim: reserve the row for this attempt, or say what is there.
+claim: reserve the row for this attempt, or return the row's state.
 
 KEYS
   1  row           hash
 ARGV
   1  owner         text      the attempt's token
-  2  fingerprint   text      digest of what is asked
+  2  fingerprint   text      digest of the request
   3  lease         ms        from now
   4  retention     ms        from now: the row's TTL
-  5  created_at    ms        since the epoch, by the caller's clock; for people
-  6  route         text      which endpoint or function it is, or empty; for people
+  5  created_at    ms        since the epoch, by the caller's clock; informational
+  6  route         text      the endpoint or function, or empty; informational
 
 REPLY
-  claimed      token generation [checkpoint checkpoint_data checkpoint_seq]   this attempt owns the row, also when it asks again
-  replay       token status generation response_status response_headers response_body response_omitted   the row is finished
-  in_progress  token lease_ms      another attempt's lease ends that far from now
-  stale        token generation [checkpoint checkpoint_data checkpoint_seq]   another attempt's lease ran out: a takeover of this generation may win
-  reused       token               the row was claimed for another fingerprint
-  corrupt      token why           the row is not one that this ledger wrote
+  claimed      token generation [checkpoint checkpoint_data checkpoint_seq]   this attempt owns the row; also if the call is sent again
+  replay       token status generation response_status response_headers response_body response_omitted   an attempt completed or failed the row
+  in_progress  token lease_ms      another attempt owns the row, and its lease has this time left
+  stale        token generation [checkpoint checkpoint_data checkpoint_seq]   the lease has ended; a takeover of this generation may succeed
+  reused       token               the row was claimed with another fingerprint
+  corrupt      token why           the row was not written by this ledger, or was edited
 
-WRITES  only on "claimed": a new row whole and its TTL; for the attempt's own row its TTL, and lease and retention where they change
+WRITES  on "claimed" only: the TTL and all fields of a new row; for this attempt's own row the TTL, and lease and retention if they change
 ]]
 -- include lib/row.lua
 -- include lib/clock.lua
@@ -44,7 +44,7 @@ if ttl == -2 then
   return {'claimed', owner, '1'}
 end
 
--- Only a row that exists needs these functions: making them costs a new claim a tenth of its time.
+-- Included here, since only an existing row needs these functions; defining them takes a tenth of a new claim's time.
 -- include lib/corrupt.lua
 -- include lib/lease.lua
 

@@ -1,10 +1,10 @@
 --[[
-fail: store the final failure of the attempt that owns the row, to be replayed and never run again.
+fail: store the final failure of the attempt that owns the row; it is replayed until the retention ends.
 
 KEYS
   1  row                hash
 ARGV
-  1  generation         integer   what claim or takeover answered
+  1  generation         integer   from the reply of claim or takeover
   2  owner              text      the attempt's token
   3  retention          ms        from now: the row's TTL
   4  response_status    integer
@@ -13,10 +13,10 @@ ARGV
   7  response_omitted   text      why there is no body, or empty
 
 REPLY
-  failed    token            stored now, or by this attempt before
-  fenced    token            another attempt owns the row, or it is gone, or finished otherwise; nothing changed
+  failed    token            the response is stored, now or by an earlier call of this attempt
+  fenced    token            another attempt owns the row, or the row is gone or finished otherwise; nothing was changed
 
-WRITES  status, response_*, retention and the TTL, and only on "failed" (asked again: the TTL, and retention where it changes)
+WRITES  status, response_*, retention and the TTL, on "failed" only (if sent again: the TTL, and retention if it changes)
 ]]
 -- include lib/clock.lua
 -- include lib/finish.lua

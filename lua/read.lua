@@ -1,18 +1,18 @@
 --[[
-read: return the row's fields with its TTL, read at once.
+read: return the row's fields and its TTL, read in one step.
 
 KEYS
   1  row           hash
 ARGV
   1  token         integer   number of the call
-  2  with_body     1 or 0    0: the body's length in its place
+  2  with_body     1 or 0    with 0, the reply has the body's length in place of the body
 
 REPLY
-  row      token ttl_ms status generation owner fingerprint lease retention created_at route response_status response_headers response_body response_omitted checkpoint checkpoint_data checkpoint_seq   an absent field is empty; ttl_ms is -1 where there is no TTL
+  row      token ttl_ms status generation owner fingerprint lease retention created_at route response_status response_headers response_body response_omitted checkpoint checkpoint_data checkpoint_seq   an absent field is empty; ttl_ms is -1 if there is no TTL
   none     token               there is no such row
-  corrupt  token ttl_ms why    the row is not one that this ledger wrote
+  corrupt  token ttl_ms why    the row was not written by this ledger, or was edited
 
-WRITES  nothing, neither a field nor the TTL
+WRITES  nothing; the TTL stays
 ]]
 -- include lib/row.lua
 -- include lib/corrupt.lua

@@ -1,18 +1,18 @@
 --[[
-release: give the row up, so that the next retry takes it over at once.
+release: give the row up, so that the next claim takes it over at once.
 
 KEYS
   1  row           hash
 ARGV
-  1  generation    integer   what claim or takeover answered
+  1  generation    integer   from the reply of claim or takeover
   2  owner         text      the attempt's token
   3  retention     ms        from now: the row's TTL
 
 REPLY
-  released   token           given up now, or before
-  fenced     token           another attempt owns the row, or it is gone or finished; nothing changed
+  released   token           the row is given up, now or by an earlier call of this attempt
+  fenced     token           another attempt owns the row, or the row is gone or finished; nothing was changed
 
-WRITES  owner, lease, retention and the TTL, and only on "released" (asked again: the TTL, and retention where it changes)
+WRITES  owner, lease, retention and the TTL, on "released" only (if sent again: the TTL, and retention if it changes)
 ]]
 -- include lib/clock.lua
 -- include lib/fence.lua

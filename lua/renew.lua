@@ -4,16 +4,16 @@ renew: extend the lease of the attempt that owns the row.
 KEYS
   1  row           hash
 ARGV
-  1  generation    integer   what claim or takeover answered
+  1  generation    integer   from the reply of claim or takeover
   2  owner         text      the attempt's token
   3  lease         ms        new length, from now
   4  retention     ms        from now: the row's TTL
 
 REPLY
   renewed   token            the lease has its full length again
-  fenced    token            another attempt owns the row, or it is gone or finished; nothing changed
+  fenced    token            another attempt owns the row, or the row is gone or finished; nothing was changed
 
-WRITES  the TTL, and lease and retention where they change; and only on "renewed"
+WRITES  the TTL, and lease and retention if they change, on "renewed" only
 ]]
 -- include lib/clock.lua
 -- include lib/fence.lua

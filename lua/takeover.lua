@@ -1,20 +1,20 @@
 --[[
-takeover: reserve a stale row for a new attempt, behind the fence of a higher generation.
+takeover: reserve a stale row for a new attempt at the next generation, which fences the attempt before.
 
 KEYS
   1  row           hash
 ARGV
-  1  generation    integer   what claim called stale
+  1  generation    integer   from claim's reply "stale"
   2  owner         text      the new attempt's token
-  3  fingerprint   text      digest of what is asked
+  3  fingerprint   text      digest of the request
   4  lease         ms        from now
   5  retention     ms        from now: the row's TTL
 
 REPLY
-  claimed   token generation [checkpoint checkpoint_data checkpoint_seq]   this attempt owns the row, also when it asks again
-  lost      token            the row is not, or no longer, stale at that generation and fingerprint; nothing changed
+  claimed   token generation [checkpoint checkpoint_data checkpoint_seq]   this attempt owns the row; also if the call is sent again
+  lost      token            the row is not stale at that generation and fingerprint; nothing was changed
 
-WRITES  generation, owner, lease, retention and the TTL, and only on "claimed"
+WRITES  generation, owner, lease, retention and the TTL, on "claimed" only
 ]]
 -- include lib/row.lua
 -- include lib/clock.lua

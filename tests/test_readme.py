@@ -85,11 +85,11 @@ def test_the_settings_table_is_the_code() -> None:
 def test_the_http_table_is_the_code(protocol: Any) -> None:
     contract = Contract(protocol)
     column = 1 if protocol == "default" else 2
-    for cells in table("What a client is told"):
+    for cells in table("HTTP responses"):
         if code := re.search(r"`(idempotency_\w+)`", cells[1]):
             status = int(re.match(r"\d+", cells[column])[0])  # type: ignore[index]  # each row begins with one
             assert contract.refuse(code[1], "").status == status, code[1]
-    told = {code for cells in table("What a client is told") for code in re.findall(r"idempotency_\w+", cells[1])}
+    told = {code for cells in table("HTTP responses") for code in re.findall(r"idempotency_\w+", cells[1])}
     assert told == set(REFUSALS)
 
 

@@ -1,9 +1,9 @@
-"""The payments shop with a page to try it in, a switch for each trouble, and the ledger to watch beside it.
+"""The payments shop with a page to try it in, which can cause failures and shows the ledger.
 
     gunicorn --chdir examples --workers 2 --threads 8 'shop:create_app()'
 
-What a real shop has is `payments.py`, and `static/client.js` in the browser. What is here only makes troubles, and
-shows what comes of them.
+A real shop has `payments.py`, and `static/client.js` in the browser. The code here only causes failures and shows their
+effects.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from payments import create_app as create_payments
 from idemredis import CorruptRow, InvalidKey, Ledger, LedgerUnavailable, Row
 
 AWAY_SECONDS = int(os.environ.get("SHOP_AWAY_SECONDS", "4"))
-"""How long Redis hangs when told to: longer than a claim is tried, so that the page is told 503."""
+"""Seconds for which Redis hangs on request. Longer than a claim is tried, so that the page gets 503."""
 
 HELD_SECONDS = 5.0
-"""How long an answer is held back, that the page may lose it, after it was stored."""
+"""Seconds by which a stored response is delayed, so that the page gives it up."""
 
 page = Blueprint("page", __name__, static_folder="static", static_url_path="/shop")
 behind = Blueprint("behind", __name__, url_prefix="/behind")
@@ -53,7 +53,7 @@ def show_no_icon() -> ResponseReturnValue:
 
 @behind.get("/")
 def look_behind() -> ResponseReturnValue:
-    """The row of the caller's key, and what the gateway noted."""
+    """Return the row of the caller's key, and the requests that the gateway recorded."""
     ledger: Ledger = current_app.extensions["idemredis"].ledger
     away, row = False, None
     try:
@@ -68,25 +68,25 @@ def look_behind() -> ResponseReturnValue:
 
 @behind.post("/kill-worker")
 def kill_worker() -> ResponseReturnValue:
-    """Kill the process that asked the gateway last: it has charged the card, and not recorded the order."""
+    """Kill the process that called the gateway last; it has charged the card and not recorded the order."""
     process = request.get_json()["process"]
     if process not in {asked.process for asked in Gateway(current_app.config["GATEWAY"]).requests()}:
         return {"error": "that process has charged nothing"}, 404
-    with suppress(ProcessLookupError):  # the browser sent this again, as its own worker was the one killed
+    with suppress(ProcessLookupError):  # the browser sent this again after the worker that served it was killed
         os.kill(process, signal.SIGKILL)
     return {"killed": process}
 
 
 @behind.post("/redis-away")
 def send_redis_away() -> ResponseReturnValue:
-    """Let Redis hang: connections stay open, and nothing answers."""
+    """Make Redis hang: connections stay open, and there are no replies."""
     with redis.Redis.from_url(current_app.config["IDEMREDIS_URL"]) as client:
         client.client_pause(AWAY_SECONDS * 1000)
     return {"away_seconds": AWAY_SECONDS}
 
 
 def hold_back(answer: Response) -> Response:
-    """Hold an answer back where the page wants to lose it. It is stored by now: functions like this one come after."""
+    """Delay a response that the page wants to lose; it is stored already, since `after_request` functions run later."""
     if request.headers.get("X-Trouble") == "hold-answer":
         time.sleep(HELD_SECONDS)
     return answer
@@ -98,7 +98,7 @@ def as_shown(row: Row) -> dict[str, object]:
         "status": row.status,
         "generation": row.generation,
         "owner": row.owner,
-        # By this machine's clock, which here is that of Redis too.
+        # Redis runs on this machine, so both use the same clock.
         "lease_ms": max(round(row.lease_left * 1000), 0) if row.status == "pending" else None,
         "response_status": row.response and row.response.status,
     }

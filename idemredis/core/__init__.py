@@ -1,5 +1,5 @@
-"""What a row is, and what may happen to it.
+"""What a row is, and its transitions.
 
-Pure code: no client, no thread, no framework. A change here changes what every ledger and every door does, so it starts
-with the Lua or with the tests in `tests/core/`.
+Pure code: no client, no thread, no framework. A change here affects every ledger and adapter, so start with the Lua or
+with the tests in `tests/core/`.
 """

@@ -1,4 +1,4 @@
-"""What identifies a request: bytes in, hex out."""
+"""Fingerprints: digests that tell requests apart."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["FINGERPRINT_HEADERS", "begin_fingerprint", "fingerprint_request", "fingerprint_value"]
 
 FINGERPRINT_HEADERS = ("content-type", "x-api-version")
-"""The headers that make two requests different. Others (tracing, dates, user agents) change between retries."""
+"""Headers that are part of the fingerprint. Others (tracing, dates, user agents) change between retries."""
 
 
 def fingerprint_request(
@@ -24,21 +24,21 @@ def fingerprint_request(
     *,
     allow: Sequence[str] = FINGERPRINT_HEADERS,
 ) -> str:
-    """Return the SHA-256 (64 hex digits) of what a request asks for.
+    """Return the fingerprint of an HTTP request: a SHA-256 digest, 64 hex digits.
 
     Args:
-        method: in any case.
+        method: the method, in any case.
         target: path and query exactly as received: undecoded, unsorted.
-        headers: by name in any case; those not in `allow` do not count.
+        headers: values by name, in any case; headers not in `allow` are ignored.
         body: the raw bytes.
-        allow: the headers that count, in the order in which they are hashed; an absent one counts as empty.
+        allow: the headers to hash, in this order; an absent header is hashed with an empty value.
 
     Raises:
         TypeError: the body is not bytes.
-        ValueError: a header value that counts has characters outside latin-1, so it never was a header on the wire.
+        ValueError: the value of a hashed header has characters outside latin-1, which HTTP cannot carry.
     """
     if not isinstance(body, (bytes, bytearray, memoryview)):
-        raise TypeError(f"a body must be bytes, not {type(body).__name__}; encode it as it was sent")
+        raise TypeError(f"body must be bytes, not {type(body).__name__}; encode it as it was sent")
     values = {name.lower(): value for name, value in headers.items()}
     digest = begin_fingerprint(method, target, [(name, values.get(name.lower(), "")) for name in allow])
     digest.update(body)
@@ -46,9 +46,15 @@ def fingerprint_request(
 
 
 def begin_fingerprint(method: str, target: str, headers: Iterable[tuple[str, str]]) -> _Hash:
-    """Return the hash of everything before the body, so that a large body can be hashed as it passes.
+    """Start the fingerprint of a request whose body is hashed piece by piece.
 
-    `headers` are all that count, in their order, an absent one with an empty value.
+    Args:
+        method: the method, in any case.
+        target: path and query exactly as received.
+        headers: the headers to hash, in this order; an absent header has an empty value.
+
+    Returns:
+        The hash of everything before the body; update it with the body's bytes.
     """
     lines = "\n".join([f"{name.lower()}:{value}" for name, value in headers])
     digest = hashlib.sha256(f"{method.upper()}\n{target}\n".encode("utf-8", "surrogateescape"))
@@ -57,27 +63,27 @@ def begin_fingerprint(method: str, target: str, headers: Iterable[tuple[str, str
 
 
 def fingerprint_value(value: object) -> str:
-    """Return the SHA-256 (64 hex digits) of any JSON value, the same for every order of its keys.
+    """Return the fingerprint of a JSON value, whatever the order of its object keys: 64 hex digits.
 
     Raises:
-        TypeError: it is not JSON: a type that JSON has not, or an object key that is not a str.
-        ValueError: it has NaN or an infinity, refers to itself, or is nested too deeply.
+        TypeError: the value is not JSON: a type that JSON does not have, or an object key that is not a str.
+        ValueError: the value has NaN or an infinity, refers to itself, or is nested too deeply.
     """
     try:
-        _refuse_other_keys(value)
+        _check_object_keys(value)
     except RecursionError:
         raise ValueError("the value refers to itself, or is nested too deeply") from None
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def _refuse_other_keys(value: object) -> None:
-    """json.dumps would write 1 and "1" as the same key."""
+def _check_object_keys(value: object) -> None:
+    """Raise for an object key that is not a str: json.dumps writes 1 and "1" as the same key."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise TypeError(f"an object key must be a str, not {type(key).__name__}; convert it yourself")
-            _refuse_other_keys(item)
+            _check_object_keys(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _refuse_other_keys(item)
+            _check_object_keys(item)

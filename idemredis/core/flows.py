@@ -1,13 +1,13 @@
-"""Decisions that take more than one call, as generators. Pure: no client, no clock, no thread.
+"""Operations that take more than one call, as generators. Pure: no client, no clock, no thread.
 
-A flow yields a step and is sent its result, or has its exception thrown in:
+A flow yields steps. The driver runs each step and sends its result back, or throws its exception into the flow:
 
-    Call           run it on Redis; the result is the decoded outcome
+    Call           run a script on Redis; the result is the decoded outcome
     Sleep          wait; the result is the local monotonic clock afterwards
     InBackground   run another flow in the background
-    Emit           an event happened
+    Emit           emit an event
 
-`Ledger` and `AsyncLedger` drive the same flows, so re-asking, giving up and cancellation are decided here once.
+`Ledger` and `AsyncLedger` drive the same flows, so retries, giving up and cancellation are defined here only.
 """
 
 from __future__ import annotations
@@ -46,32 +46,36 @@ __all__ = [
 
 T = TypeVar("T")
 
-ASK_AGAIN_WITHIN = 1.5
-"""Seconds a call may have taken and still be asked once more. With the client's own timeout of 1 s the caller knows
-after 2 s; a client that retries by itself for longer has asked often enough."""
+RETRY_WITHIN = 1.5
+"""Seconds. A call that took longer is not retried: with a socket timeout of 1 s the caller then waits 2 s at most, and
+a client with its own retries has made enough of them."""
 
 RACES = 3
-"""How often a stale row is raced for. Each lost race means that somebody else won it."""
+"""Attempts to take over a stale row. After each lost race another attempt owns the row, so more are rarely needed."""
 
-SHORTEST_GAP, LONGEST_GAP = 0.01, 0.25
-"""Seconds between two looks of a waiting duplicate."""
+MIN_GAP, MAX_GAP = 0.01, 0.25
+"""Seconds between two polls of a waiting duplicate."""
 
 GAP_SHARE = 0.05
-"""The gap grows with the time already waited, so a result is found late by a twentieth of that time at most."""
+"""The gap between polls is this share of the time waited so far, so a duplicate waits about 5 % too long at most."""
 
-FIRST_RETRY, LONGEST_RETRY = 0.1, 1.0
-"""Seconds between two tries in the background, doubling: a lost claim is out of its client's way within 2 s of Redis
-being back, and a sick server is not asked more than once a second."""
+FIRST_RETRY, MAX_RETRY = 0.1, 1.0
+"""Seconds between two background retries, doubling. A lost claim is released within 2 s of Redis being back, and a
+failing server gets at most one retry a second from each flow."""
 
 STORE_WITHIN = 300.0
-"""Seconds for which a completion is tried again."""
+"""Seconds for which a completion is retried. It bounds the memory that unstored responses take."""
 
 
 class Sleep(NamedTuple):
+    """Wait this long; the result is the local monotonic clock afterwards."""
+
     seconds: float
 
 
 class Emit(NamedTuple):
+    """Emit an event."""
+
     event: EventName
     identity: Identity
     generation: int = 0
@@ -79,14 +83,14 @@ class Emit(NamedTuple):
 
 
 class InBackground(NamedTuple):
-    """`size` bytes are held in memory until the flow ends."""
+    """Run a flow in the background; it keeps `size` bytes in memory until it ends."""
 
     flow: Flow[None]
     size: int
 
 
 class GivenUp(Exception):
-    """Thrown into a background flow when there is no more time or room for it."""
+    """Thrown into a background flow that must end, because the process exits or a limit is reached."""
 
 
 Step: TypeAlias = Call[Any] | Sleep | InBackground | Emit
@@ -106,23 +110,23 @@ def claim(
     route: str,
     make: MakeReservation = Reservation,
 ) -> Flow[Outcome]:
-    """Reserve the row, take it over when it is stale, or say what is there, after waiting for it up to `wait`."""
-    ask = operations.claim(identity, owner, fingerprint, lease, policy.retention, created_at, route, make)
+    """Reserve the row, taking it over if it is stale; otherwise return its state, after waiting up to `wait` s."""
+    call = operations.claim(identity, owner, fingerprint, lease, policy.retention, created_at, route, make)
     races = 0
     began: float | None = None
-    asked = 1  # the generation that a lost reply may have given this attempt; 0 while no reply is outstanding
+    requested = 1  # generation that this attempt owns if the reply is lost; 0 while no call is outstanding
     try:
         while True:
-            asked = 1
-            outcome: Outcome | Stale | Lost = yield from _ask(ask)
+            requested = 1
+            outcome: Outcome | Stale | Lost = yield from _retry_once(call)
             if isinstance(outcome, Stale) and takeover:
-                asked = outcome.generation + 1
-                outcome = yield from _ask(
+                requested = outcome.generation + 1
+                outcome = yield from _retry_once(
                     operations.takeover(
                         identity, outcome.generation, owner, fingerprint, lease, policy.retention, route, make
                     )
                 )
-            asked = 0
+            requested = 0
             if isinstance(outcome, Lost):
                 races += 1
                 if races < RACES:
@@ -135,12 +139,12 @@ def claim(
                 left = began + wait - now
                 if left > 0:
                     races = 0
-                    yield Sleep(min(_gap(now - began), left, max(outcome.retry_after, SHORTEST_GAP)))
+                    yield Sleep(min(_gap(now - began), left, max(outcome.retry_after, MIN_GAP)))
                     continue
             break
     except BaseException as error:
-        if asked and _leaves_unknown(error):
-            yield _release_later(identity, asked, owner, lease, policy)
+        if requested and _may_have_run(error):
+            yield _release_later(identity, requested, owner, lease, policy)
         if isinstance(error, LedgerUnavailable):
             yield Emit("unavailable", identity, route=route)
         raise
@@ -149,17 +153,17 @@ def claim(
 
 
 def complete(r: Reservation, response: StoredResponse, policy: Policy) -> Flow[None]:
-    """Store the response, or have it stored in the background as soon as Redis can be reached."""
+    """Store the response; if Redis cannot be reached, retry in the background."""
     return _finish(r, response, operations.complete(r, response, policy.retention), "completed")
 
 
 def fail(r: Reservation, response: StoredResponse, policy: Policy) -> Flow[None]:
-    """Store a final failure, in the same way."""
+    """Store a final failure; if Redis cannot be reached, retry in the background."""
     return _finish(r, response, operations.fail(r, response, policy.retention), "failed")
 
 
 def release(r: Reservation, policy: Policy) -> Flow[None]:
-    """Give the row up now, or in the background as soon as Redis can be reached; after the lease it is stale anyway."""
+    """Give the row up; if Redis cannot be reached, retry in the background until the row is stale anyway."""
     call = operations.release(r.identity, r.generation, r.owner, policy.retention)
     return _end(
         r, call, "released", lambda: _release_later(r.identity, r.generation, r.owner, r.lease.duration, policy)
@@ -167,40 +171,40 @@ def release(r: Reservation, policy: Policy) -> Flow[None]:
 
 
 def hold(r: Reservation, for_review: bool) -> Flow[None]:
-    """Leave the row pending until its lease ends."""
+    """Stop renewing the lease, and leave the row pending until it ends."""
     r.lease.end()
     if for_review:
         yield _emit("held_for_review", r)
 
 
 def renew(r: Reservation, policy: Policy) -> Flow[None]:
-    """Extend the lease."""
+    """Extend the lease to its full length from now."""
     yield from _extend(r, operations.renew(r, policy.retention))
 
 
 def checkpoint(r: Reservation, name: str, data: str, policy: Policy) -> Flow[None]:
-    """Note how far the work got, and extend the lease."""
+    """Save how far the work got, and extend the lease."""
     yield from _extend(r, operations.checkpoint(r, name, data, policy.retention))
 
 
 def read(identity: Identity) -> Flow[Row | None]:
-    """Look at the row; nothing changes."""
+    """Read the row without changing it."""
     row: Row | None = yield operations.read(identity)
     return row
 
 
 def heartbeat(r: Reservation, policy: Policy) -> Flow[None]:
-    """Renew the lease now and at each third of it, until the attempt ends or has lasted for `max_hold`."""
+    """Renew the lease now and after each third of it, until the attempt ends or has lasted for `max_hold`."""
     began = r.lease.expires_at - r.lease.duration
     now = yield Sleep(0.0)
     while not r.lease.ended and now - began < policy.max_hold:
         try:
-            outcome = yield from _ask(operations.renew(r, policy.retention))
+            outcome = yield from _retry_once(operations.renew(r, policy.retention))
         except LedgerUnavailable:
-            pass  # the next beat asks again; meanwhile `held` turns false by itself
+            pass  # the next heartbeat retries; `held` turns False when the lease ends
         else:
             if r.lease.ended:
-                return  # completed while the renewal was under way: what it says is about a finished row
+                return  # settled while the renewal was outstanding, so its outcome no longer matters
             if isinstance(outcome, Fenced):
                 yield from _mark_fenced(r)
                 return
@@ -208,8 +212,8 @@ def heartbeat(r: Reservation, policy: Policy) -> Flow[None]:
         now = yield Sleep(r.lease.duration / HEARTBEATS)
 
 
-def _ask(call: Call[T]) -> Flow[T]:
-    """Ask, and ask once more where the reply may have been lost. A script sent twice has the same effect."""
+def _retry_once(call: Call[T]) -> Flow[T]:
+    """Run a call, and run it again if its reply was lost; every script has the same effect when sent twice."""
     outcome: T
     try:
         outcome = yield call
@@ -217,13 +221,13 @@ def _ask(call: Call[T]) -> Flow[T]:
     except NotDurable:
         raise
     except LedgerUnavailable as error:
-        if not error.unknown or error.seconds > ASK_AGAIN_WITHIN:
+        if not error.unknown or error.seconds > RETRY_WITHIN:
             raise
     try:
         outcome = yield call
         return outcome
     except LedgerUnavailable as error:
-        error.unknown = True  # the first call may have run, whatever became of the second
+        error.unknown = True  # the first call may have run, even if the second one did not
         raise
 
 
@@ -233,14 +237,14 @@ def _finish(r: Reservation, response: StoredResponse, call: Call[Done | Fenced],
         yield _emit("not_stored", r)
 
 
-def _end(r: Reservation, call: Call[Done | Fenced], event: EventName, later: Callable[[], InBackground]) -> Flow[None]:
-    """End the attempt by this call; where there is no reply, run what `later` returns in the background."""
+def _end(r: Reservation, call: Call[Done | Fenced], event: EventName, retry: Callable[[], InBackground]) -> Flow[None]:
+    """End the attempt with this call; if it fails, run the flow that `retry` returns in the background."""
     r.lease.end()
     try:
-        outcome = yield from _ask(call)
+        outcome = yield from _retry_once(call)
     except BaseException as error:
         if not isinstance(error, CorruptRow):
-            yield later()
+            yield retry()
         if isinstance(error, LedgerUnavailable):
             yield _emit("unavailable", r)
         raise
@@ -249,7 +253,7 @@ def _end(r: Reservation, call: Call[Done | Fenced], event: EventName, later: Cal
 
 
 def _extend(r: Reservation, call: Call[Renewed | Fenced]) -> Flow[None]:
-    outcome = yield from _ask(call)
+    outcome = yield from _retry_once(call)
     yield from _raise_if_fenced(r, outcome)
     assert isinstance(outcome, Renewed)
     r.lease.expires_at = outcome.expires_at
@@ -259,21 +263,21 @@ def _raise_if_fenced(r: Reservation, outcome: object) -> Flow[None]:
     if isinstance(outcome, Fenced):
         yield from _mark_fenced(r)
         raise FencedOut(
-            f"generation {r.generation} no longer owns its row: it was taken over, has expired, or is finished; "
-            "nothing was changed, and what it did elsewhere may have been done twice"
+            f"generation {r.generation} no longer owns its row, which was taken over, has expired, or is finished; "
+            "nothing was changed, and work done elsewhere may have been done twice"
         )
 
 
-def _leaves_unknown(error: BaseException) -> bool:
-    """Whether the call may have run all the same: its reply was lost, or the wait for it was cancelled."""
+def _may_have_run(error: BaseException) -> bool:
+    """Return True if a failed call may have run: its reply was lost, or the caller was cancelled."""
     return error.unknown if isinstance(error, LedgerUnavailable) else not isinstance(error, CorruptRow)
 
 
 def _mark_fenced(r: Reservation) -> Flow[None]:
-    """Emit it once an attempt, whether the heartbeat or the completion finds out first."""
-    known, r.lease.fenced = r.lease.fenced, True
+    """Mark the attempt as fenced; emit `fenced` once, whether the heartbeat or the completion finds out first."""
+    was_fenced, r.lease.fenced = r.lease.fenced, True
     r.lease.end()
-    if not known:
+    if not was_fenced:
         yield _emit("fenced", r)
 
 
@@ -282,7 +286,7 @@ def _release_later(identity: Identity, generation: int, owner: str, lease: float
 
 
 def _until_released(call: Call[Done | Fenced], lease: float) -> Flow[None]:
-    """Ask until it is released, or one lease has passed: the claim may still arrive from the server's socket buffer."""
+    """Send the release until it succeeds or one lease has passed: the claim may still be in the server's buffer."""
     gap = FIRST_RETRY
     now = began = yield Sleep(0.0)
     while now - began < lease:
@@ -292,11 +296,11 @@ def _until_released(call: Call[Done | Fenced], lease: float) -> Flow[None]:
         except LedgerUnavailable:
             pass
         now = yield Sleep(gap)
-        gap = min(gap * 2, LONGEST_RETRY)
+        gap = min(gap * 2, MAX_RETRY)
 
 
 def _until_stored(r: Reservation, call: Call[Done | Fenced], event: EventName) -> Flow[None]:
-    """Ask until the response is stored or fenced; emit `completion_lost` when that takes too long."""
+    """Send the completion until it is stored or fenced; emit `completion_lost` after `STORE_WITHIN` seconds."""
     gap = FIRST_RETRY
     try:
         began = now = yield Sleep(gap)
@@ -305,7 +309,7 @@ def _until_stored(r: Reservation, call: Call[Done | Fenced], event: EventName) -
                 outcome = yield call
             except LedgerUnavailable:
                 now = yield Sleep(gap)
-                gap = min(gap * 2, LONGEST_RETRY)
+                gap = min(gap * 2, MAX_RETRY)
             else:
                 if isinstance(outcome, Fenced):
                     yield from _mark_fenced(r)
@@ -318,7 +322,7 @@ def _until_stored(r: Reservation, call: Call[Done | Fenced], event: EventName) -
 
 
 def _gap(waited: float) -> float:
-    gap = min(max(waited * GAP_SHARE, SHORTEST_GAP), LONGEST_GAP)
+    gap = min(max(waited * GAP_SHARE, MIN_GAP), MAX_GAP)
     return gap * random.uniform(0.75, 1.25)
 
 

@@ -1,4 +1,4 @@
-"""What a valid key is, who it belongs to, and the name of its row."""
+"""Validate keys and principals, and name their rows."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = [
 ]
 
 MAX_KEY_LENGTH = 255
-"""Characters. The limit the large payment APIs publish, so that a client's keys fit everywhere."""
+"""Characters. The large payment APIs have the same limit, so keys that fit there fit here."""
 
 MAX_ROUTE_BYTES = 64
-"""Bytes of UTF-8 that a row's hash keeps packed: one longer value would double the memory of a pending row."""
+"""Bytes of UTF-8. Redis keeps a hash packed only while all values are this short; a row would double in size."""
 
-ROUTES_REMEMBERED = 1024
-"""Routes whose short form is kept: more than a service has endpoints."""
+ROUTE_CACHE = 1024
+"""Shortened routes that are cached; more than a service has endpoints."""
 
 _SHORTENED = b"..."
 _UNENCODED = "-._~/@+=,"
@@ -37,7 +37,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9\-._~/@+=,:]*\Z")
 
 
 class Identity(NamedTuple):
-    """Whose operation a row stands for, and the row's name in Redis."""
+    """The parts that identify a row, and the row's name in Redis."""
 
     principal: str
     operation: str
@@ -46,11 +46,11 @@ class Identity(NamedTuple):
 
 
 def valid_key(key: object) -> str:
-    """Return `key`, or refuse it before anything is written.
+    """Return `key` if it is valid.
 
     Raises:
-        InvalidKey: it is not a str of 1 to 255 printable ASCII characters (0x20 to 0x7e). The message names the
-            place of the first wrong character and never repeats the key.
+        InvalidKey: it is not a str of 1 to 255 printable ASCII characters (0x20 to 0x7e). The message has the position
+            of the first invalid character, never the key.
     """
     if not isinstance(key, str):
         raise InvalidKey(f"a key must be a str, not {type(key).__name__}")
@@ -65,7 +65,7 @@ def valid_key(key: object) -> str:
 
 
 def valid_principal(principal: object) -> str:
-    """Return `principal` as text, or refuse it.
+    """Return `principal` as text if it is valid.
 
     Raises:
         InvalidPrincipal: it is not a str, int or UUID, or is empty or blank.
@@ -79,7 +79,7 @@ def valid_principal(principal: object) -> str:
 
 
 def valid_route(route: str) -> str:
-    """Return the name of an endpoint or function as rows and events have it: at most 64 bytes, shortened in the middle.
+    """Return a route as rows and events store it: at most 64 bytes, shortened in the middle.
 
     Raises:
         ConfigurationError: it is not a str.
@@ -90,11 +90,12 @@ def valid_route(route: str) -> str:
 
 
 def identify(namespace: str, principal: object, key: object, operation: str = "") -> Identity:
-    """Name the row of one (principal, operation, key).
+    """Return the identity of the row for (principal, operation, key).
 
     Raises:
-        InvalidKey: see `valid_key`.
+        InvalidKey: `key` is not 1 to 255 printable ASCII characters.
         InvalidPrincipal: `principal` is not a str, int or UUID, or is blank.
+        ConfigurationError: `operation` is not a str.
     """
     who = valid_principal(principal)
     what = valid_key(key)
@@ -107,32 +108,32 @@ def identify(namespace: str, principal: object, key: object, operation: str = ""
             row = ":".join([quote(part, safe=_UNENCODED) for part in parts])
         except UnicodeEncodeError:
             raise InvalidPrincipal(
-                "a principal or operation must be text that UTF-8 can encode (no lone surrogates)"
+                "a principal or operation cannot be encoded as UTF-8; remove lone surrogates"
             ) from None
     return Identity(who, operation, what, row)
 
 
 def row_prefix(namespace: str, principal: str = "") -> str:
-    """Return what the names of the namespace's rows, or of one principal's, begin with. Safe in a SCAN pattern."""
+    """Return the common prefix of a namespace's row names, or of one principal's; it is safe in a SCAN pattern."""
     row = identify(namespace, principal or "x", "x").row
     return row[:-1] if principal else row[:-3]
 
 
 def parse_row_name(name: str | bytes) -> tuple[str, str, str, str]:
-    """Read a row's name back into (namespace, principal, operation, key).
+    """Split a row's name into (namespace, principal, operation, key).
 
     Raises:
-        ValueError: it is not the name of a row.
+        ValueError: the name is not that of a row.
     """
     text = name.decode("ascii", "replace") if isinstance(name, bytes) else name
     parts = text.split(":")
     if len(parts) not in (3, 4):
-        raise ValueError(f"not the name of a row: {text!r} has {len(parts)} parts, and a row has 3 or 4")
+        raise ValueError(f"not the name of a row: it has {len(parts)} parts, and a row has 3 or 4")
     namespace, principal, *operation, key = (unquote(part, errors="strict") for part in parts)
     return namespace, principal, operation[0] if operation else "", key
 
 
-@lru_cache(ROUTES_REMEMBERED)
+@lru_cache(ROUTE_CACHE)
 def _short(route: str) -> str:
     data = route.encode("utf-8", "backslashreplace")
     if len(data) > MAX_ROUTE_BYTES:

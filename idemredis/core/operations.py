@@ -1,6 +1,6 @@
-"""One pure function a script: arguments in, a `Call` out, whose `decode` reads the raw reply as an outcome.
+"""One pure function for each script: it makes a `Call`, whose `decode` turns the raw reply into an outcome.
 
-Seconds become milliseconds here and nowhere else.
+Only this module converts between seconds and milliseconds.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ __all__ = [
 
 T = TypeVar("T")
 
-LONGEST_NUMBER = 15
-"""Digits that the scripts, and JSON readers, hold exactly."""
+MAX_DIGITS = 15
+"""Digits of an integer that a double, and so Lua and JSON, represents exactly."""
 
 MakeReservation: TypeAlias = Callable[..., Reservation]
-"""Called with what `Reservation` is made of; a ledger adds its way to save checkpoints."""
+"""Called with the arguments of `Reservation`; a ledger adds its `save`."""
 
-Reply = Sequence[Any]  # what Redis answered: a word, the call's token, then bytes and integers
+Reply = Sequence[Any]  # a word, the call's token, then bytes and integers
 
-_reads = count(1)  # numbers the reads of this process
+_reads = count(1)  # tokens of this process's reads, which have no owner
 
 
 class Call(NamedTuple, Generic[T]):
-    """One script to run on one row. Its reply repeats `token`, so a reply to another call is noticed."""
+    """One script to run on one row. The reply repeats `token`, so that the reply to another call is detected."""
 
     script: str
     row: str
     token: str
     args: tuple[str | bytes | int, ...]
     decode: Callable[[Reply, float], T]
-    durable: bool = False  # it counts only once `min_replicas` have it
+    durable: bool = False  # takes effect only once `min_replicas` replicas have it
 
     def outcome(self, reply: Reply, sent: float) -> T:
-        """Read the reply to this call, which was sent at `sent` by the local monotonic clock.
+        """Decode the reply to this call, which was sent at `sent` by the local monotonic clock.
 
         Raises:
-            CorruptRow: the row is not one of ours.
+            CorruptRow: the row was not written by this ledger, or was edited.
             LedgerUnavailable: the reply belongs to another call.
         """
         if reply[1] != self.token.encode():
             raise LedgerUnavailable(
-                f"the reply to {self.script} belongs to another call; the connection is out of step"
+                f"the reply to {self.script} belongs to another call; the connection is out of sync"
             )
         return self.decode(reply, sent)
 
@@ -88,7 +88,7 @@ def claim(
             case b"in_progress":
                 return InProgress(int(reply[2]) / 1000)
             case b"stale":
-                _checkpoint(reply[3:])  # one that cannot be read is found before the takeover, not after it
+                _checkpoint(reply[3:])  # raise for a corrupt checkpoint before the takeover, not after it
                 return Stale(int(reply[2]))
             case b"reused":
                 return Reused()
@@ -143,7 +143,7 @@ def checkpoint(r: Reservation, name: str, data: str, retention: float) -> Call[R
 
 
 def read(identity: Identity, *, body: bool = True) -> Call[Row | None]:
-    """Read the row; without its body, only the body's length is sent by the server."""
+    """Read the row; with `body=False` the server sends the body's length in place of the body."""
 
     def decode(reply: Reply, sent: float) -> Row | None:
         return None if reply[0] == b"none" else _row(identity, reply, body)
@@ -153,14 +153,14 @@ def read(identity: Identity, *, body: bool = True) -> Call[Row | None]:
 
 
 def acknowledged(outcome: T, replicas: int, required: int) -> T:
-    """Return the outcome, unless it wrote and fewer replicas than required have the write.
+    """Return the outcome if enough replicas acknowledged its write, or if it wrote nothing.
 
     Raises:
-        NotDurable: the write was made here, and may be lost in a failover.
+        NotDurable: fewer than `required` replicas did; a failover can lose the write.
     """
     if isinstance(outcome, (Reservation, Done)) and replicas < required:
         raise NotDurable(
-            f"{replicas} of the {required} replicas required acknowledged in time",
+            f"{replicas} of {required} required replicas acknowledged in time; check them, or lower min_replicas",
             acknowledged=replicas,
             required=required,
         )
@@ -224,7 +224,7 @@ def _row(identity: Identity, reply: Reply, body: bool) -> Row:
         int(lease) / 1000,
         int(retention) / 1000,
         ttl,
-        int(created_at) / 1000 if created_at.isdigit() and len(created_at) <= LONGEST_NUMBER else None,
+        int(created_at) / 1000 if created_at.isdigit() and len(created_at) <= MAX_DIGITS else None,
         _text(route),
         response,
         body_bytes,
@@ -234,7 +234,7 @@ def _row(identity: Identity, reply: Reply, body: bool) -> Row:
 
 
 def _checkpoint(fields: Sequence[bytes]) -> tuple[tuple[str, Any] | None, int]:
-    """Return the checkpoint and its number; None and 0 where there are no fields."""
+    """Return the checkpoint and its number, or (None, 0) if there is none."""
     if not fields:
         return None, 0
     name, data, sequence = fields
@@ -245,5 +245,5 @@ def _checkpoint(fields: Sequence[bytes]) -> tuple[tuple[str, Any] | None, int]:
 
 
 def _text(value: bytes) -> str:
-    """Return what another program may have written, for people to read."""
+    """Decode text leniently, since another program may have written it."""
     return value.decode("utf-8", "backslashreplace")

@@ -1,4 +1,4 @@
-"""What a call to a row comes to, as values. No errors: those are raised by adapters."""
+"""The outcomes of calls, as values; only adapters turn them into errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ __all__ = ["Done", "Fenced", "InProgress", "Lost", "Outcome", "Renewed", "Replay
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The operation is finished: return the stored response."""
+    """The operation is finished; return the stored response.
+
+    Attributes:
+        response: the stored response.
+        generation: generation of the attempt that finished.
+        failed: True if the attempt stored a final failure.
+    """
 
     response: StoredResponse
     generation: int
@@ -27,7 +33,7 @@ class InProgress:
 
     Attributes:
         retry_after: seconds left on its lease.
-        stale: it has none left, and this caller did not (or could not) take it over.
+        stale: True if the lease has ended and this call did not take the row over.
     """
 
     retry_after: float
@@ -36,17 +42,17 @@ class InProgress:
 
 @dataclass(frozen=True, slots=True)
 class Reused:
-    """The key was claimed for another fingerprint."""
+    """The key was claimed before with another fingerprint."""
 
 
 class Stale(NamedTuple):
-    """The lease of that generation ran out. Its checkpoint can be read."""
+    """The lease of this generation has ended; a takeover of it may succeed."""
 
     generation: int
 
 
 class Lost(NamedTuple):
-    """Another attempt was faster to take the row over."""
+    """Another attempt took the row over first."""
 
 
 class Fenced(NamedTuple):
@@ -60,27 +66,26 @@ class Renewed(NamedTuple):
 
 
 class Done(NamedTuple):
-    """It is completed, failed or released."""
+    """The row is completed, failed or released."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row as it is in Redis: its fields and its TTL, read at once.
+    """A row as stored in Redis: its fields and its TTL, read in one step.
 
     Attributes:
-        identity: the row's name and the parts it is made of.
+        identity: the row's name and the parts it consists of.
         status: `pending`, `completed` or `failed`.
-        generation, owner, fingerprint: of the attempt that owns it, or finished it; `owner` is "" once released.
-        lease: seconds a pending row is held from its last transition; 0.0 once released.
-        retention: seconds the row lives from its last transition.
-        ttl: seconds until it expires; None where somebody removed the TTL of a finished row.
-        created_at: seconds since the epoch, by the clock of whoever claimed it first; None where it cannot be read.
-            For people: nothing decides by it.
-        route: the endpoint or function; "" where unknown. For people.
+        generation, owner, fingerprint: of the attempt that owns or finished the row; `owner` is "" once released.
+        lease: length of the lease in seconds, counted from the last transition; 0.0 once released.
+        retention: seconds that the row lives after its last transition.
+        ttl: seconds until the row expires; None for a finished row whose TTL somebody removed.
+        created_at: seconds since the epoch by the first caller's clock; None if it cannot be read. Informational.
+        route: the endpoint or function, "" if unknown. Informational.
         response: the stored response; None while the row is pending.
         body_bytes: length of the stored body.
         last_checkpoint: (name, data), or None.
-        checkpoint_seq: its number; 0 without one.
+        checkpoint_seq: number of the last checkpoint; 0 if there is none.
     """
 
     identity: Identity = field(repr=False)
@@ -100,17 +105,17 @@ class Row:
 
     @property
     def age(self) -> float:
-        """Seconds since the last transition, by the server's clock; 0.0 where the TTL does not tell."""
+        """Seconds since the last transition, by the server's clock; 0.0 for a row without a TTL."""
         return 0.0 if self.ttl is None else max(self.retention - self.ttl, 0.0)
 
     @property
     def lease_left(self) -> float:
-        """Seconds left on the lease of a pending row, below 0 once it has run out; 0.0 for a finished row."""
+        """Seconds left on the lease of a pending row, negative once it has ended; 0.0 for a finished row."""
         return self.lease - self.age if self.status == "pending" else 0.0
 
     @property
     def stale(self) -> bool:
-        """Whether the row is pending and no attempt holds it: the next claim takes it over."""
+        """True if the row is pending and its lease has ended; the next claim takes it over."""
         return self.status == "pending" and self.lease_left <= 0
 
 

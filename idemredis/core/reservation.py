@@ -1,4 +1,4 @@
-"""The right to run an operation, and what its attempt knows of its lease."""
+"""Reservations, and the attempt's view of its lease."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .response import StoredResponse
 __all__ = ["CHOICES", "HEARTBEATS", "AsyncReservation", "Choice", "Lease", "Reservation", "allow"]
 
 HEARTBEATS = 3
-"""Renewals in one lease: one or two may be late, or lost, before it runs out."""
+"""Renewals in one lease. If one is late or lost, the next one still comes before the lease ends."""
 
 Choice: TypeAlias = Literal["store", "omit", "release", "hold"]
-"""What a view may choose for its response."""
+"""What a view can choose to do with its response."""
 
 CHOICES = ("store", "omit", "release", "hold")
 
@@ -28,15 +28,15 @@ class Lease:
 
     Attributes:
         duration: seconds.
-        expires_at: when it runs out, by the local monotonic clock.
-        ended: the attempt is over, or was fenced; nothing renews the lease any more.
-        fenced: another attempt owns the row.
+        expires_at: when the lease ends, by the local monotonic clock.
+        ended: True once the attempt has ended or was fenced; the lease is not renewed any more.
+        fenced: True once another attempt is known to own the row.
     """
 
     __slots__ = ("_numbers", "_on_end", "duration", "ended", "expires_at", "fenced")
 
     def __init__(self, duration: float, sent: float, last_number: int = 0) -> None:
-        """Begin a lease that Redis gave in reply to a call sent at `sent`."""
+        """Start a lease that was granted by the reply to a call sent at `sent`."""
         self.duration = duration
         self.expires_at = sent + duration
         self.ended = False
@@ -46,7 +46,7 @@ class Lease:
 
     @property
     def first_heartbeat_at(self) -> float:
-        """When a third of the lease is over, by the local monotonic clock."""
+        """When a third of the lease has passed, by the local monotonic clock."""
         return self.expires_at - self.duration + self.duration / HEARTBEATS
 
     def next_checkpoint(self) -> int:
@@ -54,11 +54,11 @@ class Lease:
         return next(self._numbers)
 
     def when_ended(self, on_end: Callable[[Lease], object]) -> None:
-        """Have `on_end` called when the lease ends."""
+        """Call `on_end` with this lease when the attempt ends."""
         self._on_end = on_end
 
     def end(self) -> None:
-        """Note that the attempt is over."""
+        """Mark the attempt as ended."""
         self.ended = True
         if self._on_end is not None:
             self._on_end(self)
@@ -71,7 +71,7 @@ def _any_value(value: object) -> object:
 def _stored_response(value: object) -> object:
     if value is None or isinstance(value, StoredResponse):
         return value
-    raise InvalidResponse(f"response must be a StoredResponse, not {type(value).__name__}; or set `result`")
+    raise InvalidResponse(f"response must be a StoredResponse, not {type(value).__name__}; set `result` for JSON")
 
 
 def _outcome(value: object) -> object:
@@ -88,10 +88,10 @@ _CHECKS: dict[str, Callable[[object], object]] = {
 
 
 class Reservation:
-    """The right to run the operation: this attempt owns the row at this generation.
+    """The right of one attempt to run an operation.
 
-    `claim` returns it, `reserve` yields it, and `current_reservation` stands for it. Within `reserve` and `once` it has
-    `result` and `response` too, within a protected view `outcome`; no other attribute can be set.
+    `claim` returns a reservation, `reserve` yields one, and `current_reservation` is a proxy for one. In `reserve` and
+    `once`, `result` and `response` can be set; in a protected view, `outcome`. No other attribute can be set.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Reservation:
         *,
         save: Callable[[Reservation, str, object], Any] | None = None,
     ) -> None:
-        """Make what a script's reply says; `save` is the ledger's way to note a checkpoint."""
+        """Make a reservation from a script's reply; `save` is called by `checkpoint`."""
         put = object.__setattr__
         put(self, "identity", identity)
         put(self, "fingerprint", fingerprint)
@@ -120,27 +120,27 @@ class Reservation:
 
     if TYPE_CHECKING:
         result: object
-        """A JSON value to store; `None` (JSON `null`) where nothing is set."""
+        """A JSON value to store; None by default, which is stored as `null`."""
         response: StoredResponse | None
         """A `StoredResponse` to store instead of `result`."""
         outcome: Choice | None
-        """What becomes of this one response; None: by the settings.
+        """What to do with this response; None follows the settings.
 
-        "store" it, "omit" all but its status (for secrets shown once), "release" the key so that a retry runs again, or
-        "hold" the row until the lease ends.
+        "store" stores the response. "omit" stores its status only, for secrets that are shown once. "release" gives the
+        key up, so that a retry runs the view again. "hold" leaves the row pending until its lease ends.
         """
 
         @property
         def identity(self) -> Identity:
-            """The row's name, and the parts that it is made of."""
+            """The row's name and the parts it consists of."""
 
         @property
         def fingerprint(self) -> str:
-            """Digest of what was asked."""
+            """Digest of the request."""
 
         @property
         def generation(self) -> int:
-            """The fencing token: 1 at the claim, one more at each takeover."""
+            """The fencing token: 1 after a claim, one higher after each takeover."""
 
         @property
         def owner(self) -> str:
@@ -148,7 +148,7 @@ class Reservation:
 
         @property
         def last_checkpoint(self) -> tuple[str, Any] | None:
-            """(name, data) of the checkpoint that an earlier attempt saved last, or None."""
+            """(name, data) of the last checkpoint that an earlier attempt saved, or None."""
 
         @property
         def lease(self) -> Lease:
@@ -156,7 +156,7 @@ class Reservation:
 
         @property
         def route(self) -> str:
-            """Which endpoint or function it runs, for people and metrics; "" where unknown."""
+            """The endpoint or function, for people and metrics; "" if unknown."""
 
     else:
         __slots__ = (
@@ -190,12 +190,12 @@ class Reservation:
 
     @property
     def operation(self) -> str:
-        """The third part of the row's identity; "" for none."""
+        """The optional third part of the row's identity; "" if there is none."""
         return self.identity.operation
 
     @property
     def key(self) -> str:
-        """What the client sent."""
+        """The key that the client sent."""
         return self.identity.key
 
     @property
@@ -205,53 +205,62 @@ class Reservation:
 
     @property
     def taken_over(self) -> bool:
-        """True when an earlier attempt ran, or began to run, and may have changed something elsewhere."""
+        """True if an earlier attempt claimed the row and may have changed something elsewhere."""
         return self.generation > 1
 
     @property
     def held(self) -> bool:
-        """True while this attempt is not fenced and its last acknowledged lease has not run out, by the local clock."""
+        """True while the attempt has not ended, is not fenced, and its last acknowledged lease has time left.
+
+        Time is measured by the local monotonic clock.
+        """
         return not self.lease.ended and time.monotonic() < self.lease.expires_at
 
     def ensure_held(self) -> None:
-        """Do nothing while `held`; call it just before a step that cannot be undone.
+        """Raise unless this attempt still holds its row; call it just before a step that cannot be undone.
 
-        It only looks at what is known here. What it cannot see is guarded by the downstream key and the generation.
+        The check is local and sends nothing, so another attempt may take over right after it. Use `downstream_key` and
+        `generation` to guard the step itself.
 
         Raises:
-            FencedOut: the lease ran out, or another attempt owns the row.
+            FencedOut: the lease has ended, or another attempt owns the row.
         """
         if not self.held:
-            raise FencedOut("this attempt no longer holds its row: its lease ran out or was taken over; stop here")
+            raise FencedOut("this attempt no longer holds its row, whose lease ended or was taken over; stop the work")
 
     def downstream_key(self, name: str) -> str:
-        """Return a key for the next service downstream: 64 hex digits, the same for every attempt of this operation.
+        """Return a key to send to another service: 64 hex digits, the same for every attempt of this operation.
 
-        It differs by `name`, namespace, principal, operation and key, and reveals none of them.
+        The key depends on `name`, namespace, principal, operation and key, and reveals none of them.
+
+        Args:
+            name: any name for the step or service, such as "stripe"; another name gives another key.
         """
         return hashlib.sha256(f"{self.identity.row}\n{name}".encode()).hexdigest()
 
     def checkpoint(self, name: str, data: object = None) -> None:
-        """Save how far the work got, for whoever takes over, and extend the lease.
+        """Save how far the work got, for the attempt that takes over after a crash, and extend the lease.
+
+        A row keeps its latest checkpoint only; the next attempt reads it as `last_checkpoint`.
 
         Args:
-            name: of the step that is done.
-            data: JSON, at most 4096 bytes of it.
+            name: name of the step that is done.
+            data: a JSON value of at most 4096 bytes.
 
         Raises:
-            ConfigurationError, TypeError, ValueError: the data does not fit, or is not JSON; nothing was sent.
-            FencedOut: another attempt owns the row; nothing was changed.
-            LedgerUnavailable: it may or may not have been saved.
+            ConfigurationError, TypeError, ValueError: the data is too large or not JSON; nothing was sent.
+            FencedOut: another attempt owns the row, or the row is gone or finished; nothing was changed.
+            LedgerUnavailable: the checkpoint may or may not have been saved.
         """
-        self._saved(name, data)
+        self._save_checkpoint(name, data)
 
-    def _saved(self, name: str, data: object) -> Any:
+    def _save_checkpoint(self, name: str, data: object) -> Any:
         if self._save is None:  # type: ignore[attr-defined]
             raise ConfigurationError("this reservation was not made by a ledger; use Ledger.checkpoint")
         return self._save(self, name, data)  # type: ignore[attr-defined]
 
     def __eq__(self, other: object) -> bool:
-        """Whether both are the same attempt at the same row."""
+        """Return True if both are the same attempt at the same row."""
         if not isinstance(other, Reservation):
             return NotImplemented
         return (self.row, self.generation, self.owner) == (other.row, other.generation, other.owner)
@@ -261,7 +270,7 @@ class Reservation:
         return hash((self.row, self.generation, self.owner))
 
     def __repr__(self) -> str:
-        """Show no key and no principal."""
+        """Return the generation, owner and route; never the key or principal."""
         return f"{type(self).__name__}(generation={self.generation}, owner={self.owner!r}, route={self.route!r})"
 
 
@@ -271,20 +280,22 @@ class AsyncReservation(Reservation):
     __slots__ = ()
 
     def checkpoint(self, name: str, data: object = None) -> Awaitable[None]:  # type: ignore[override]
-        """Save how far the work got, for whoever takes over, and extend the lease. Await it.
+        """Save how far the work got, for the attempt that takes over after a crash, and extend the lease; await it.
+
+        A row keeps its latest checkpoint only; the next attempt reads it as `last_checkpoint`.
 
         Args:
-            name: of the step that is done.
-            data: JSON, at most 4096 bytes of it.
+            name: name of the step that is done.
+            data: a JSON value of at most 4096 bytes.
 
         Raises:
-            ConfigurationError, TypeError, ValueError: the data does not fit, or is not JSON; nothing was sent.
-            FencedOut: another attempt owns the row; nothing was changed.
-            LedgerUnavailable: it may or may not have been saved.
+            ConfigurationError, TypeError, ValueError: the data is too large or not JSON; nothing was sent.
+            FencedOut: another attempt owns the row, or the row is gone or finished; nothing was changed.
+            LedgerUnavailable: the checkpoint may or may not have been saved.
         """
-        return cast(Awaitable[None], self._saved(name, data))
+        return cast(Awaitable[None], self._save_checkpoint(name, data))
 
 
 def allow(r: Reservation, *names: Literal["result", "response", "outcome"]) -> None:
-    """Let these attributes of a reservation be set from now on; each is None at first."""
+    """Make these attributes of a reservation settable; each is None at first."""
     object.__setattr__(r, "_settable", dict.fromkeys(names))

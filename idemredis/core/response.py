@@ -1,4 +1,4 @@
-"""`StoredResponse`: the answer that is kept for every retry, and its form in the row."""
+"""`StoredResponse`: the response that is replayed to every retry, and its encoding in the row."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ REPLAY_HEADERS = (
     "location",
     "link",
 )
-"""The headers that describe the body or lead on from it. Anything else belongs to one delivery, not to the answer."""
+"""Headers that describe the body or refer to other resources. Others belong to a single delivery of the response."""
 
 NULL_BODY_STATUSES = frozenset({204, 205, 304})
-"""RFC 9110 §15.3.5, §15.3.6, §15.4.5: these have no content."""
+"""Statuses without content (RFC 9110 §15.3.5, §15.3.6, §15.4.5)."""
 
 _NEVER_KEPT = frozenset(
     {
@@ -57,8 +57,9 @@ _NEVER_KEPT = frozenset(
         "upgrade",
     }
 )
-HEADERS_REMEMBERED = 256
-"""Sets of headers whose JSON is kept: most answers of a service have one of a few."""
+
+HEADER_CACHE = 256
+"""Sets of headers whose JSON is cached; most responses of a service have one of a few."""
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
@@ -66,17 +67,17 @@ _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """An answer as it is stored and replayed.
+    """A response as it is stored and replayed.
 
     Attributes:
         status: 100 to 999.
-        headers: (name, value) pairs, repeated ones repeated.
+        headers: (name, value) pairs; repeated headers stay repeated.
         body: the raw bytes.
-        omitted: why there is no body ("" when there is one): `too_large`, `not_wanted`, `not_encodable` or
-            `broken_off`. A row with one is a tombstone: it is not run again, and not replayed in part.
+        omitted: why the body is not stored: `too_large`, `not_wanted`, `not_encodable` or `broken_off`; "" if it is.
+            A row without its body is a tombstone: the operation is not run again, and nothing partial is replayed.
 
     Raises:
-        InvalidResponse: a part has the wrong type, or a header could not be sent as it is.
+        InvalidResponse: a part has the wrong type, or a header that HTTP cannot carry.
     """
 
     status: int
@@ -86,9 +87,9 @@ class StoredResponse:
 
     def __post_init__(self) -> None:
         if type(self.status) is not int or not 100 <= self.status <= 999:
-            raise InvalidResponse(f"a status must be an int from 100 to 999, not {self.status!r}")
+            raise InvalidResponse(f"status must be an int from 100 to 999, not {self.status!r}")
         if not isinstance(self.body, bytes):
-            raise InvalidResponse(f"a body must be bytes, not {type(self.body).__name__}; encode it first")
+            raise InvalidResponse(f"body must be bytes, not {type(self.body).__name__}; encode it first")
         if self.omitted not in OMISSIONS:
             raise InvalidResponse(f"omitted must be one of {sorted(OMISSIONS)}, not {self.omitted!r}")
         if not isinstance(self.headers, tuple):
@@ -101,41 +102,42 @@ class StoredResponse:
             raise InvalidResponse(f"headers must be a tuple of (name, value) pairs of str ({unhashable})") from None
 
     def without_body(self, why: Omission) -> StoredResponse:
-        """Return the tombstone of this answer: its status, and why the rest was not kept."""
+        """Return the tombstone of this response: its status, and why the rest is not stored."""
         return StoredResponse(self.status, omitted=why)
 
     def encode(self) -> tuple[int, str, bytes, str]:
-        """Return (response_status, response_headers, response_body, response_omitted) as the row has them."""
+        """Return the row's fields response_status, response_headers, response_body and response_omitted."""
         return self.status, _write_headers(self.headers), self.body, self.omitted
 
     @classmethod
     def decode(cls, status: bytes, headers: bytes, body: bytes, omitted: bytes) -> StoredResponse:
-        """Read an answer back from a row's fields.
+        """Read a response from a row's fields.
 
         Raises:
-            CorruptRow: a field is not what `encode` writes. A header that someone edited into two is found here.
+            CorruptRow: a field is not what `encode` writes; this also detects an edited header with a line break.
         """
         try:
-            return cls(int(status), _read_headers(headers), body, omitted.decode())  # type: ignore[arg-type]  # checked
+            # The constructor checks `omitted`.
+            return cls(int(status), _read_headers(headers), body, omitted.decode())  # type: ignore[arg-type]
         except (ValueError, TypeError, RecursionError) as error:
             raise CorruptRow(f"the stored response cannot be read: {error}") from None
 
 
 def storable_names(names: Iterable[str]) -> frozenset[str]:
-    """Return `names` in lower case, less those that no setting can make part of a stored answer.
+    """Return `names` in lower case, without the headers that are never stored.
 
-    `Set-Cookie` belongs to one client; the hop-by-hop ones (RFC 9110 §7.6.1), `Date` and `Content-Length` to one
-    delivery.
+    `Set-Cookie` is meant for one client. Hop-by-hop headers (RFC 9110 §7.6.1), `Date` and `Content-Length` belong to a
+    single delivery.
     """
     return frozenset(map(str.lower, names)) - _NEVER_KEPT
 
 
 def filter_headers(headers: Iterable[tuple[str, str]], replayed: frozenset[str]) -> tuple[tuple[str, str], ...]:
-    """Return the headers that belong to the answer, in their order, repeated ones repeated."""
+    """Return the headers to store, in their order; repeated headers stay repeated."""
     return tuple((name, value) for name, value in headers if name.lower() in replayed)
 
 
-@lru_cache(HEADERS_REMEMBERED)
+@lru_cache(HEADER_CACHE)
 def _check_headers(headers: tuple[object, ...]) -> None:
     for pair in headers:
         if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
@@ -144,15 +146,17 @@ def _check_headers(headers: tuple[object, ...]) -> None:
         if not _HEADER_NAME.match(name):
             raise InvalidResponse(f"a header name must be a token (RFC 9110 §5.1), not {name!r}")
         if not _HEADER_VALUE.match(value):
-            raise InvalidResponse(f"the value of header {name!r} has a control character, or one outside latin-1")
+            raise InvalidResponse(
+                f"the value of header {name!r} has a control character, or a character outside latin-1"
+            )
 
 
-@lru_cache(HEADERS_REMEMBERED)
+@lru_cache(HEADER_CACHE)
 def _write_headers(headers: tuple[tuple[str, str], ...]) -> str:
     return json.dumps(headers, separators=(",", ":"))
 
 
-@lru_cache(HEADERS_REMEMBERED)
+@lru_cache(HEADER_CACHE)
 def _read_headers(text: bytes) -> tuple[tuple[str, str], ...]:
     pairs = json.loads(text)
     if not (isinstance(pairs, list) and all(isinstance(pair, list) for pair in pairs)):

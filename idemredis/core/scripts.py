@@ -1,4 +1,4 @@
-"""Find, join and hash the Lua. No client."""
+"""Load the Lua scripts: find the files, insert their includes and hash them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _INCLUDE = re.compile(r"^-- include (lib/\w+\.lua)\n", re.MULTILINE)
 
 
 class Script(NamedTuple):
-    """A script as it is sent: by `sha` (EVALSHA), and once by `text` (EVAL) where the server has not seen it."""
+    """A script as it is sent: EVALSHA with `sha`, or EVAL with `text` if the server does not have it cached."""
 
     name: str
     text: str
@@ -30,7 +30,11 @@ class Script(NamedTuple):
 
 @cache
 def load() -> Mapping[str, Script]:
-    """Return every script by its name, fragments joined in."""
+    """Return every script by name, with its includes inserted.
+
+    Raises:
+        ConfigurationError: the files are missing from the installation.
+    """
     root = _root()
 
     def fragment(match: re.Match[str]) -> str:
@@ -44,11 +48,11 @@ def load() -> Mapping[str, Script]:
 
 
 def _root() -> Traversable:
-    """A wheel (or a zip) has the Lua inside the package; a checkout, also an editable install, beside it."""
+    """Return the folder with the Lua: inside the package in a wheel, beside it in a checkout or editable install."""
     checkout = Path(__file__).resolve().parents[2] / "lua"
     for root in (files("idemredis").joinpath("lua"), checkout):
         if root.joinpath("claim.lua").is_file():
             return root
     raise ConfigurationError(
-        f"the Lua scripts are missing: neither inside the package nor at {checkout}; install idemredis again"
+        f"the Lua scripts are missing, both inside the package and at {checkout}; reinstall idemredis"
     )

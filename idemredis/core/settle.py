@@ -1,4 +1,4 @@
-"""How work ended, and what that does to its row. `reserve`, `once` and every door decide it here."""
+"""Settle a row according to how its work ended; `reserve`, `once` and the framework adapters all use this."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["ON_ERROR", "Ending", "OnError", "of_error", "of_status", "settle"]
 logger = logging.getLogger("idemredis")
 
 OnError: TypeAlias = Literal["release", "hold", "store"]
-"""What an exception (or, over HTTP, a status of 500 and above) does to the row."""
+"""What an exception, or over HTTP a status of 500 or above, does to the row."""
 
 ON_ERROR: tuple[OnError, ...] = ("release", "hold", "store")
 
-_ASKS_AGAIN = frozenset({408, 425, 429})
-"""Request Timeout, Too Early, Too Many Requests: the client is asked to send the same request again."""
+_RETRY_STATUSES = frozenset({408, 425, 429})
+"""Request Timeout, Too Early, Too Many Requests: they ask the client to send the same request again."""
 
 
 class Ending(NamedTuple):
-    """What is done with the row: complete or fail it with a response, release it, or leave it pending.
+    """How to settle a row: complete or fail it with a response, release it, or leave it pending.
 
     Attributes:
-        how: "review" is "hold", and a person must look.
-        response: to be stored, for "complete" and "fail" only.
+        how: "hold" leaves the row pending until its lease ends; "review" also emits `held_for_review`.
+        response: the response to store; only with "complete" and "fail".
     """
 
     how: Literal["complete", "fail", "release", "hold", "review"]
@@ -38,9 +38,9 @@ class Ending(NamedTuple):
 
 
 def of_error(error: BaseException, on_error: OnError) -> Literal["store", "release", "hold", "review"]:
-    """Say what work that ended in an exception does to its row.
+    """Return how to settle the row of work that raised.
 
-    An `IdempotencyError`, and what is not an `Exception` (a cancellation, say), are never stored as final.
+    An `IdempotencyError`, or an exception that is not an `Exception` (such as a cancellation), is never stored.
     """
     if isinstance(error, HoldForReview):
         return "review"
@@ -50,24 +50,24 @@ def of_error(error: BaseException, on_error: OnError) -> Literal["store", "relea
 
 
 def of_status(status: int, choice: Choice | None, on_error: OnError) -> Choice:
-    """Say what a response of this HTTP status does to its row, where the view has made no choice of its own."""
+    """Return what to do with a response of this HTTP status; the view's own choice comes first."""
     if choice is not None:
         return choice
     if status >= 500:
         return on_error
-    return "release" if status in _ASKS_AGAIN else "store"
+    return "release" if status in _RETRY_STATUSES else "store"
 
 
 def settle(r: Reservation, ending: Ending, policy: Policy) -> Flow[None]:
-    """Settle the row according to how the work ended. Nothing that goes wrong here hides the end of the work itself."""
-    if r.lease.ended:  # fenced, which was emitted then; or settled by hand
+    """Settle the row according to how the work ended; errors are logged and emitted, never raised."""
+    if r.lease.ended:  # fenced, which has been emitted, or settled by the caller
         return
     try:
         match ending:
             case Ending("complete", StoredResponse() as response):
-                yield from flows.complete(r, _fitting(response, policy), policy)
+                yield from flows.complete(r, _limited(response, policy), policy)
             case Ending("fail", StoredResponse() as response):
-                yield from flows.fail(r, _fitting(response, policy), policy)
+                yield from flows.fail(r, _limited(response, policy), policy)
             case Ending("hold"):
                 yield from flows.hold(r, for_review=False)
             case Ending("review"):
@@ -75,10 +75,10 @@ def settle(r: Reservation, ending: Ending, policy: Policy) -> Flow[None]:
             case _:
                 yield from flows.release(r, policy)
     except (FencedOut, LedgerUnavailable):
-        pass  # the flow has emitted it, and goes on in the background where that helps
+        pass  # the flow has emitted an event, and retries in the background where that is safe
     except Exception:
-        logger.exception("the row of a finished attempt could not be settled")
+        logger.exception("cannot settle the row of an attempt that has ended")
 
 
-def _fitting(response: StoredResponse, policy: Policy) -> StoredResponse:
+def _limited(response: StoredResponse, policy: Policy) -> StoredResponse:
     return response if len(response.body) <= policy.max_body else response.without_body("too_large")

@@ -1,6 +1,6 @@
-"""The Flask door: claim before the view, store what the client saw, replay it to every retry.
+"""The Flask extension: claim before the view runs, store its response, and replay it to every retry.
 
-`_extension` sets an application up, `_request` serves one request. What both doors share is in `web/`.
+`_extension` sets an application up, `_request` serves one request. Code without Flask is in `web/`.
 """
 
 from ..ledger import current_reservation

@@ -1,4 +1,4 @@
-"""Sets an application up: settings, ledger, and the decorators."""
+"""Set up an application: settings, ledger and decorators."""
 
 from __future__ import annotations
 
@@ -34,19 +34,20 @@ _EXEMPT = "__idemredis_exempt__"
 
 
 class Idempotency:
-    """Protects the unsafe methods of an application with Idempotency-Key.
+    """Protect the unsafe methods of a Flask application with the Idempotency-Key header.
 
     Args:
-        app: to set up now; or call `init_app` later, for as many applications as there are.
-        principal: whose key it is: a function, called within the request after authentication (the application's
-            `before_request` functions), or a constant for a service with a single tenant. Where it returns None or
-            nothing, the answer is 401.
-        client: a redis-py client of the caller's, in place of `IDEMREDIS_URL`.
-        ledger: a `Ledger` of the caller's, in place of that and of the settings that a ledger has.
+        app: the application to set up now; or call `init_app` later, for any number of applications.
+        principal: whose key it is: a function that is called within the request, after the application's
+            `before_request` functions and so after authentication; or a constant for a single-tenant service. If the
+            function returns None or a blank string, the response is 401.
+        client: a redis-py client to use in place of `IDEMREDIS_URL`.
+        ledger: a `Ledger` to use in place of a client and of the settings that belong to a ledger.
         observers: called with each `Event`.
 
     Raises:
-        ConfigurationError: the principal is a constant that cannot be one, or both a client and a ledger are given.
+        ConfigurationError: the constant is not a valid principal, `ledger` is not a `Ledger`, or both `client` and
+            `ledger` are given.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class Idempotency:
         observers: Iterable[Observer] = (),
     ) -> None:
         if client is not None and ledger is not None:
-            raise ConfigurationError("give a client or a ledger, not both: the ledger has its client")
+            raise ConfigurationError("pass a client or a ledger, not both; a ledger has its own client")
         if ledger is not None and not isinstance(ledger, Ledger):
-            raise ConfigurationError(f"ledger must be a Ledger (not an AsyncLedger), not {type(ledger).__name__}")
+            raise ConfigurationError(f"ledger must be a Ledger, not {type(ledger).__name__}")
         self._principal = principal if callable(principal) else _constant(principal)
         self._client = client
         self._ledger = ledger
@@ -70,18 +71,22 @@ class Idempotency:
             self.init_app(app)
 
     def init_app(self, app: Flask) -> None:
-        """Read the application's settings, make its ledger, and hook in. Doing it again reads the settings anew.
+        """Set up an application from its `IDEMREDIS_` settings; calling it again reads them again.
+
+        Args:
+            app: the application. Call this before it serves its first request.
 
         Raises:
-            ConfigurationError: a setting is unknown or cannot work, or the application has another `Idempotency`.
+            ConfigurationError: a setting is unknown or not supported, or the application already has another
+                `Idempotency`.
         """
         settings = Settings.read(app.config.get_namespace(PREFIX, lowercase=False))
         before: State | None = app.extensions.get(EXTENSION)
         if before is not None and before.extension is not self:
-            raise ConfigurationError(f"the application {app.name!r} has an Idempotency already; use one for each")
+            raise ConfigurationError(f"the application {app.name!r} has an Idempotency already; call init_app on that")
         state = State(self, self._make_ledger(settings), settings)
         if before is None:
-            app.teardown_request(tear_down)  # refused by Flask once the application has served a request
+            app.teardown_request(tear_down)  # first, since Flask refuses it once the application has served a request
             app.wsgi_app = functools.partial(_record_body, app, app.wsgi_app)  # type: ignore[method-assign]
         app.extensions[EXTENSION] = state
         if settings.protect_all and not (before and before.settings.protect_all):
@@ -104,18 +109,25 @@ class Idempotency:
     ) -> Callable[[View], View]: ...
 
     def protect(self, view: View | None = None, **options: Any) -> View | Callable[[View], View]:
-        """Claim the key before the view runs; `@protect`, or `@protect(...)` with options for this view.
+        """Decorate a view so that its key is claimed before it runs; use `@protect` or `@protect(...)` with options.
+
+        If a worker dies in the view, the row becomes stale when the lease ends, and the next retry takes it over.
 
         Args:
-            view: a view, a `MethodView`'s method, or (as one of its `decorators`) a whole `MethodView`.
-            **options: `required` (False: without a key the view runs unprotected), `lease` and `wait` in seconds,
-                `operation` (keys of different operations do not meet), `on_error` ("release", "hold", "store"),
-                `fingerprint` (called within the request; returns a str, or any JSON value to be hashed) and `recover`
-                (called on a takeover with the `Reservation`; returns what the view would return, or None to run it, or
-                raises `HoldForReview`).
+            view: a view function, a method of a `MethodView`, or a whole `MethodView` through its `decorators`.
+            required: False runs the view unprotected for requests without a key; defaults to `IDEMREDIS_REQUIRED`.
+            lease: seconds; defaults to `IDEMREDIS_LEASE_SECONDS`.
+            wait: seconds to wait for a running attempt before 409; defaults to `IDEMREDIS_WAIT_SECONDS`.
+            operation: third part of the row's identity; the same key in two operations names two rows.
+            on_error: "release", "hold" or "store": what an exception or a status of 500 or above does to the row;
+                defaults to `IDEMREDIS_ON_ERROR`.
+            fingerprint: called within the request; returns a str, or a JSON value to be hashed. By default the
+                method, target, some headers and the body are hashed.
+            recover: called with the `Reservation` on a takeover, before the view runs again. It returns what the
+                earlier attempt's view would have returned, or None to run the view, or raises `HoldForReview`.
 
         Raises:
-            ConfigurationError, TypeError: an option cannot work.
+            ConfigurationError, TypeError: an option is not supported.
         """
         chosen = _checked(Options(**options))
 
@@ -133,19 +145,19 @@ class Idempotency:
         return decorate if view is None else decorate(view)
 
     def exempt(self, view: Exempt) -> Exempt:
-        """Leave a view, a `MethodView` (or a method of one) or a blueprint out of `IDEMREDIS_PROTECT_ALL`."""
+        """Exempt a view, a `MethodView`, one of its methods, or a blueprint from `IDEMREDIS_PROTECT_ALL`."""
         setattr(view, _EXEMPT, True)
         return view
 
     def principal(self) -> object:
-        """Return whose request this is, as the application says."""
+        """Return the principal of the current request."""
         return self._principal()
 
     def _make_ledger(self, settings: Settings) -> Ledger:
         if self._ledger is not None:
-            if doubled := sorted(settings.given & LEDGER_SETTINGS):
+            if doubled := sorted(settings.configured & LEDGER_SETTINGS):
                 raise ConfigurationError(
-                    f"{PREFIX}{doubled[0]} is the ledger's own setting; set it where the ledger is made, or give none"
+                    f"{PREFIX}{doubled[0]} is the ledger's own setting; set it where the ledger is made"
                 )
             return self._ledger
         make: Callable[..., Ledger]
@@ -164,7 +176,7 @@ class Idempotency:
 
 
 def _record_body(app: Flask, wsgi_app: WSGIApplication, environ: Environ, start_response: StartResponse) -> Any:
-    """Before anything of the application: something may read the body before the claim."""
+    """Start recording the body before the application runs, which may read the body before the claim."""
     if "HTTP_IDEMPOTENCY_KEY" in environ:
         state: State = app.extensions[EXTENSION]
         if environ["REQUEST_METHOD"].upper() in state.settings.methods:
@@ -173,20 +185,20 @@ def _record_body(app: Flask, wsgi_app: WSGIApplication, environ: Environ, start_
 
 
 def _dispatch(dispatch: Callable[..., Any], *args: Any) -> Any:
-    """`PROTECT_ALL`: after the `before_request` functions, so after authentication."""
+    """Protect a request under `PROTECT_ALL`; runs after the `before_request` functions, so after authentication."""
     state: State = current_app.extensions[EXTENSION]
     if not state.settings.protect_all or request.method not in state.settings.methods or request.endpoint is None:
         return dispatch(*args)
     view = current_app.view_functions[request.endpoint]
     if any(hasattr(current_app.blueprints[name], _EXEMPT) for name in request.blueprints):
         return dispatch(*args)
-    if _marked(view, _EXEMPT) or _marked(view, _OPTIONS):  # a decorated view has options of its own
+    if _marked(view, _EXEMPT) or _marked(view, _OPTIONS):  # a decorated view protects itself, with its own options
         return dispatch(*args)
     return run_protected(Options(), functools.partial(dispatch, *args))
 
 
 def _marked(view: Any, mark: str) -> bool:
-    """A mark is on the view, on its `MethodView` class, or on the method that serves this request."""
+    """Return True if the view, its `MethodView` class, or the method that serves this request has the mark."""
     view_class = getattr(view, "view_class", None)
     method = getattr(view_class, request.method.lower(), None)
     return any(hasattr(place, mark) for place in (view, view_class, method) if place is not None)
@@ -196,7 +208,7 @@ def _constant(principal: object) -> Callable[[], object]:
     try:
         valid_principal(principal)
     except InvalidPrincipal as error:
-        raise ConfigurationError(f"{error}; give Idempotency a function, or a constant for a single tenant") from None
+        raise ConfigurationError(f"{error}; pass a function, or a constant for a single-tenant service") from None
     return lambda: principal
 
 

@@ -1,4 +1,4 @@
-"""Serves one request: claim, view, settle."""
+"""Serve one request: claim, run the view, settle."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ EXTENSION = "idemredis"
 """Key of the application's `State` in `app.extensions`."""
 
 _CLAIMED = "idemredis.claimed"
-"""Key, in a request's environ, of the request that claimed and its recorder (None where it runs unprotected)."""
+"""Environ key of the request that made the claim, and its recorder; None if the view runs unprotected."""
 
-# The objects themselves: each look through a proxy costs a microsecond.
+# The objects behind Flask's proxies: each access through a proxy costs a microsecond.
 _app: Callable[[], Flask] = current_app._get_current_object  # type: ignore[attr-defined]
 _request: Callable[[], Request] = request._get_current_object  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of `protect` for one view; None is the application's setting."""
+    """The options of `protect` for one view; None means the application's setting."""
 
     required: bool | None = None
     lease: float | None = None
@@ -68,7 +68,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What one application has."""
+    """What the extension keeps for one application."""
 
     extension: Idempotency
     ledger: Ledger
@@ -76,11 +76,11 @@ class State:
 
 
 def run_protected(options: Options, view: Callable[[], Any]) -> Any:
-    """Run the view behind a claim, or return a response in its place."""
+    """Claim the key and run the view, or return a refusal or replay in its place."""
     app, owning_request = _app(), _request()
     state: State | None = app.extensions.get(EXTENSION)
     if state is None:
-        raise ConfigurationError(f"a view of {app.name!r} is protected; call Idempotency.init_app(app) first")
+        raise ConfigurationError(f"{app.name!r} has a protected view; call Idempotency.init_app(app) first")
     environ, settings = owning_request.environ, state.settings
     if owning_request.method not in settings.methods or _CLAIMED in environ:
         return view()
@@ -114,35 +114,35 @@ def run_protected(options: Options, view: Callable[[], Any]) -> Any:
         try:
             return view()
         except Exception:
-            raise  # the application's error handlers make a response of it
+            raise  # the application's error handlers make the response, which settles the row
         except BaseException:
             _settle_without_response(recorder)
             raise
 
 
 def tear_down(error: BaseException | None) -> None:
-    """Settle what no response has settled, and leave nothing of the request behind."""
+    """Settle the row if no response has done so, and free what the request holds."""
     ended = _request()
     environ = ended.environ
     if "HTTP_IDEMPOTENCY_KEY" not in environ:
         return
     owning_request, recorder = environ.get(_CLAIMED, (None, None))
     if recorder is None:
-        _forget(environ)
-    elif owning_request is ended:  # else an application around this one has the claim
+        _clear(environ)
+    elif owning_request is ended:  # otherwise an outer application made the claim
         if error is not None:
             _settle_without_response(recorder)
-        recorder.when_settled(functools.partial(_forget, environ))  # a stream may read on
+        recorder.when_settled(functools.partial(_clear, environ))  # a streamed response may still read the body
 
 
-def _forget(environ: Environ) -> None:
-    """Leave nothing behind: a middleware that runs the same request again has it claimed again."""
+def _clear(environ: Environ) -> None:
+    """Remove the claim from the environ, so that a middleware which runs the request again claims again."""
     environ.pop(_CLAIMED, None)
     RequestBody(environ).close()
 
 
 def _claim(state: State, options: Options, request: Request, header: str | None) -> Reservation | Response | None:
-    """Return the reservation, or the response in its place, or None where the view may run unprotected."""
+    """Return the reservation, or a refusal or replay, or None if the view may run unprotected."""
     settings, contract = state.settings, state.settings.contract
     try:
         principal = state.extension.principal()
@@ -162,7 +162,7 @@ def _claim(state: State, options: Options, request: Request, header: str | None)
             route=_route(request),
         )
     except InvalidPrincipal as error:
-        logger.warning("a request has no usable principal: %s", error)
+        logger.warning("a request has no valid principal and is refused: %s", error)
         return _respond_as_is(contract.principal_required())
     except InvalidKey as error:
         return _respond_as_is(contract.key_invalid(error))
@@ -194,13 +194,13 @@ def _claim(state: State, options: Options, request: Request, header: str | None)
 
 
 def _route(request: Request) -> str:
-    """Return the method and the rule that matched, such as `POST /orders/<id>`; never the path itself."""
+    """Return the method and the matched rule, such as `POST /orders/<id>`; never the concrete path."""
     rule = request.url_rule
     return f"{request.method} {rule.rule}" if rule is not None else ""
 
 
 def _fingerprint(settings: Settings, options: Options, request: Request) -> str:
-    """Read the body to its end, hash the request, and let the view read the body as if nobody had."""
+    """Return the request's fingerprint; the body is read to its end and can be read again by the view."""
     environ = request.environ
     digest = begin_fingerprint(
         request.method,
@@ -209,17 +209,17 @@ def _fingerprint(settings: Settings, options: Options, request: Request) -> str:
     )
     body = RequestBody(environ)
     body.buffer(digest.update, request.max_content_length)
-    _forget_stream(request)
+    _drop_stream(request)
     if options.fingerprint is None:
         return digest.hexdigest()
     value = options.fingerprint()
     body.rewind()
-    _forget_stream(request)
+    _drop_stream(request)
     return value if isinstance(value, str) else fingerprint_value(value)
 
 
-def _forget_stream(request: Request) -> None:
-    """Drop the stream that Werkzeug made of the old `wsgi.input`."""
+def _drop_stream(request: Request) -> None:
+    """Drop Werkzeug's cached stream, which wraps the `wsgi.input` that was replaced."""
     if "stream" in request.__dict__:
         del request.stream
 
@@ -230,11 +230,11 @@ def _wsgi_name(header: str) -> str:
     return name if name in ("CONTENT_TYPE", "CONTENT_LENGTH") else f"HTTP_{name}"
 
 
-# Responses in the place of the view's
+# Refusals and replays
 
 
 def _replay(stored: StoredResponse) -> Response:
-    """Return it again, less what no response may repeat: a worker, or a person, may have written the row."""
+    """Return a stored response without headers that must not be replayed; a worker or person may have stored them."""
     names = storable_names(name for name, _ in stored.headers)
     response = _respond(stored, filter_headers(stored.headers, names))
     response.headers["Idempotent-Replayed"] = "true"
@@ -260,7 +260,7 @@ def _mark_unprotected(response: Response) -> Response:
 
 
 def _settle_by(recorder: ResponseRecorder, response: Response) -> Response:
-    """Settle the row by the view's response and return it; a stream is settled when it ends or breaks."""
+    """Settle the row according to the view's response, and return it; a stream settles the row when it ends."""
     if recorder.settled:
         return response
     match recorder.choice(response.status_code):
@@ -274,7 +274,7 @@ def _settle_by(recorder: ResponseRecorder, response: Response) -> Response:
 
 
 def _settle_without_response(recorder: ResponseRecorder) -> None:
-    """Settle a request that ended in an exception which no response was made of."""
+    """Settle a request whose exception was not turned into a response, as a 500."""
     if recorder.settled or recorder.streaming:
         return
     _settle_by(recorder, cast(Response, InternalServerError().get_response()))
@@ -299,9 +299,9 @@ def _record(recorder: ResponseRecorder, response: Response) -> None:
 
 
 def _record_short(recorder: ResponseRecorder, response: Response, length: int) -> None:
-    """Read a short stream, as Flask's own error pages are, so that it is stored before the client sees it.
+    """Read a short stream to its end, so that it is stored before the client receives it.
 
-    One that breaks has not been seen by anybody: it is an error like any other of the view.
+    If the stream breaks, the client has received nothing yet, so the exception counts as one of the view.
     """
     close = getattr(response.response, "close", None)
     rest = iter(response.iter_encoded())
@@ -314,7 +314,7 @@ def _record_short(recorder: ResponseRecorder, response: Response, length: int) -
         response.close()
         raise
     response.direct_passthrough = False
-    if length < 0:  # longer than it says: it is sent on as it comes
+    if length < 0:  # longer than its Content-Length, so it is streamed and not stored
         response.response = itertools.chain(pieces, rest)
         if close is not None:
             response.call_on_close(close)
@@ -327,7 +327,7 @@ def _record_short(recorder: ResponseRecorder, response: Response, length: int) -
 
 
 def _of_request() -> Reservation | None:
-    """The reservation of the request that is running, also after its view has returned."""
+    """Return the current request's reservation, also after its view has returned."""
     if not has_request_context():
         return None
     _, recorder = request.environ.get(_CLAIMED, (None, None))

@@ -1,8 +1,8 @@
-"""Looks at servers and rows, and changes nothing but scratch rows of its own: `doctor`, and rows as people read them.
+"""Inspect servers and rows: `doctor`, and row summaries for people. Nothing is written except scratch rows.
 
-`Ledger.check`, the command line and `tail` stand on it. A change here must not need more rights than `idemredis acl`
-gives to those who look.
+`Ledger.check`, the command line and `tail` use it. It must not need more rights than `idemredis acl` gives to the
+viewer.
 """
 
 SAMPLE = 200
-"""Rows that a check looks at, where nobody asks for more."""
+"""Rows that `check` looks at by default; enough to notice rows without a TTL, and read in a few milliseconds."""

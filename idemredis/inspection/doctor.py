@@ -1,6 +1,6 @@
-"""Is this Redis fit to hold the ledger? Asks the servers, and tries a whole life of a row for real.
+"""Check whether a Redis deployment is fit for the ledger: query its servers, and run every script on scratch rows.
 
-What to ask is a generator, as in `flows`; `check` and `check_async` drive it over either client.
+The checks are generators, as in `flows`; `check` and `check_async` run them on a sync or an asyncio client.
 """
 
 from __future__ import annotations
@@ -45,22 +45,24 @@ __all__ = ["SCRATCH", "Finding", "Report", "check", "check_async", "unreachable"
 T = TypeVar("T")
 
 SCRATCH = "idemredis-doctor"
-"""Principal of the rows that a check tries things on. They are removed, and expire by themselves otherwise."""
+"""Principal of the scratch rows. They are removed at the end; if that fails, they expire."""
 
 SCRATCH_LEASE, SCRATCH_RETENTION = 5.0, 60.123
-"""Seconds. No whole number of them, so that a server that counts whole seconds is found out."""
+"""Seconds. The retention is not a whole number, so that a server which counts whole seconds is detected."""
 
 TICK, COARSE_TICK = 0.02, 1.1
-"""Seconds after which a TTL must have become shorter; the second where the server seems to count whole seconds."""
+"""Seconds after which a TTL must be lower; the second is for servers that seem to count whole seconds."""
 
 TRIPS = 20
-"""PINGs: enough for a p99 that shows a sick network, and over in a few milliseconds on a well one."""
+"""Number of PINGs. Enough to show a bad network, and done in a few milliseconds on a good one."""
+
+_CHECK_URL = "check that the server is up and that the URL is right"
 
 _CONFIG = ("appendfsync", "min-replicas-to-write", "hash-max-listpack-value", "hash-max-ziplist-value")
 
 
-class _Ask(NamedTuple):
-    """Commands for one server, in one round trip."""
+class _Send(NamedTuple):
+    """Commands to send in one round trip to one server."""
 
     where: Any
     commands: Sequence[Words]
@@ -74,18 +76,27 @@ class _Run(NamedTuple):
 
 
 class _Pause(NamedTuple):
-    """Wait so many seconds."""
+    """A pause, in seconds."""
 
     seconds: float
 
 
-_Steps: TypeAlias = Generator[_Ask | _Run | _Pause, list[Any], T]
+_Steps: TypeAlias = Generator[_Send | _Run | _Pause, list[Any], T]
 
 
 def check(
     client: Any, policy: Policy, namespace: str, seconds: float, *, sample: int = SAMPLE, scratch: bool = True
 ) -> Report:
-    """Examine the server, the client and some rows of a ledger. See `Ledger.check`."""
+    """Check the servers, the client and a sample of rows; an unreachable server is a finding, not an exception.
+
+    Args:
+        client: a sync redis-py client.
+        policy: the ledger's policy.
+        namespace: first part of the rows' names.
+        seconds: the deadline of each round trip.
+        sample: how many rows to look at, at most.
+        scratch: run the scripts on two scratch rows, which are removed afterwards; False writes nothing.
+    """
     try:
         nodes = primaries(client)
     except ERRORS as error:
@@ -96,7 +107,7 @@ def check(
         step = next(steps)
         while True:
             match step:
-                case _Ask(where, commands):
+                case _Send(where, commands):
                     replies = send(where, commands)
                 case _Run(where, calls):
                     replies = evaluate(where, calls)
@@ -104,13 +115,21 @@ def check(
                     time.sleep(seconds)
             step = steps.send(replies)
     except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]  # what the generator returns, which its type says
+        return end.value  # type: ignore[no-any-return]  # the generator's return value
 
 
 async def check_async(
     client: Any, policy: Policy, namespace: str, seconds: float, *, sample: int = SAMPLE, scratch: bool = True
 ) -> Report:
-    """Examine the server, the asyncio client and some rows of a ledger. See `AsyncLedger.check`."""
+    """Check the servers, the client and a sample of rows; an unreachable server is a finding, not an exception.
+
+    Args:
+        client: an asyncio redis-py client.
+        policy: the ledger's policy.
+        namespace: first part of the rows' names.
+        sample: how many rows to look at, at most.
+        scratch: run the scripts on two scratch rows, which are removed afterwards; False writes nothing.
+    """
     nodes: list[Node] = [client]
     if clients.is_cluster(client):
         try:
@@ -124,7 +143,7 @@ async def check_async(
         step = next(steps)
         while True:
             match step:
-                case _Ask(where, commands):
+                case _Send(where, commands):
                     replies = await send_async(where, commands)
                 case _Run(where, calls):
                     replies = await evaluate_async(where, calls)
@@ -132,19 +151,19 @@ async def check_async(
                     await asyncio.sleep(seconds)
             step = steps.send(replies)
     except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]  # as above
+        return end.value  # type: ignore[no-any-return]  # the generator's return value
 
 
 def unreachable(error: IdempotencyError) -> Report:
-    """Return what there is to say where nothing can be asked."""
+    """Return the report for a server that cannot be reached."""
     why = str(error.__cause__ or error)
-    return Report((Finding("reachable", "problem", why, "is it up, and is the URL right?"),), reachable=False)
+    return Report((Finding("reachable", "problem", why, _CHECK_URL),), reachable=False)
 
 
-def _ask(where: Any, *commands: Words) -> _Steps[list[Any]]:
-    """Send commands; where one fails, our error for it stands in the place of its reply."""
+def _request(where: Any, *commands: Words) -> _Steps[list[Any]]:
+    """Send commands and return their replies; a command that failed has its `IdempotencyError` as its reply."""
     sent = time.monotonic()
-    replies = yield _Ask(where, commands)
+    replies = yield _Send(where, commands)
     seconds = time.monotonic() - sent
     return [map_error(reply, seconds) if isinstance(reply, ERRORS) else reply for reply in replies]
 
@@ -153,89 +172,87 @@ def _examine(
     client: Any, policy: Policy, namespace: str, nodes: Sequence[Node], seconds: float, sample: int, scratch: bool
 ) -> _Steps[Report]:
     findings: list[Finding] = []
-    found: list[RowSummary] = []
+    rows: list[RowSummary] = []
     servers: list[tuple[Any, Server]] = []
     complete, sizes = True, list[int]()
     for node in (wire(node, seconds) for node in nodes):
         server = Server(clients.address(node.client))
-        away = yield from _meet(node, server, policy)
-        if away is not None:
-            findings.append(
-                Finding("reachable", "problem", str(away), "is it up, and is the URL right?", server.address)
-            )
+        error = yield from _query(node, server, policy)
+        if error is not None:
+            findings.append(Finding("reachable", "problem", str(error), _CHECK_URL, server.address))
             continue
         servers.append((node, server))
     if not servers:
         return Report(tuple(findings), reachable=False)
-    findings.append(Finding("reachable", "ok", f"{', '.join(server.address for _, server in servers)} answered"))
+    findings.append(Finding("reachable", "ok", f"{', '.join(server.address for _, server in servers)} replied"))
     for node, _ in servers:
         try:
-            complete = (yield from _sample(node, namespace, sample, found, sizes)) and complete
+            complete = (yield from _sample(node, namespace, sample, rows, sizes)) and complete
         except IdempotencyError as refused:
             complete = False
-            findings.append(Finding("rows", "unknown", f"rows cannot be looked at: {refused}"))
+            findings.append(Finding("rows", "unknown", f"rows cannot be read: {refused}"))
             break
     else:
-        findings += row_findings(found, namespace, complete)
+        findings += row_findings(rows, namespace, complete)
     row_bytes = sum(sizes) / len(sizes) if sizes else None
     several = len(nodes) > 1
     for _, server in servers:
-        judged = server_findings(server, policy, row_bytes)
-        findings += [replace(finding, node=server.address) for finding in judged] if several else judged
+        own = server_findings(server, policy, row_bytes)
+        findings += [replace(finding, node=server.address) for finding in own] if several else own
     findings += yield from _topology(client, servers)
     findings += client_findings(client.get_connection_kwargs(), policy)
     if scratch:
         findings += yield from _try_scripts(wire(client, seconds), namespace)
     else:
         for name in ("scripts", "clock"):
-            findings.append(Finding(name, "unknown", "not tried, as was asked; without --read-only it is"))
+            findings.append(Finding(name, "unknown", "not tried because of --read-only or scratch=False"))
     return Report(tuple(findings), reachable=True)
 
 
-def _meet(node: Any, server: Server, policy: Policy) -> _Steps[IdempotencyError | None]:
-    """Ask one server what it is; return what went wrong where it does not answer at all."""
+def _query(node: Any, server: Server, policy: Policy) -> _Steps[IdempotencyError | None]:
+    """Query one server and fill in its facts; return the error if it cannot be reached."""
     trips = []
     for _ in range(TRIPS):
         sent = time.monotonic()
-        [pong] = yield from _ask(node, ("PING",))
+        [pong] = yield from _request(node, ("PING",))
         if isinstance(pong, LedgerUnavailable) and not is_denied(pong.__cause__ or pong):
             return pong
         trips.append(time.monotonic() - sent)
     server.trips = trips
-    [info] = yield from _ask(node, ("INFO",))
+    [info] = yield from _request(node, ("INFO",))
     if isinstance(info, Exception):
         server.refused = str(info.__cause__ or info)
     else:
         server.info = info
     if policy.min_replicas:
-        [wait] = yield from _ask(node, ("WAIT", 0, 1))
+        [wait] = yield from _request(node, ("WAIT", 0, 1))
         if isinstance(wait, Exception):
             server.wait_refused = str(wait.__cause__ or wait)
     config: dict[str, str] = {}
-    for answer in (yield from _ask(node, *(("CONFIG GET", name) for name in _CONFIG))):
-        if isinstance(answer, dict):
-            config.update({_text(name): _text(value) for name, value in answer.items()})
+    for reply in (yield from _request(node, *(("CONFIG GET", name) for name in _CONFIG))):
+        if isinstance(reply, dict):
+            config.update({_text(name): _text(value) for name, value in reply.items()})
     server.config = config
     return None
 
 
-def _sample(node: Any, namespace: str, most: int, found: list[RowSummary], sizes: list[int]) -> _Steps[bool]:
-    """Look at some rows of a server; return whether those were all."""
+def _sample(node: Any, namespace: str, limit: int, rows: list[RowSummary], sizes: list[int]) -> _Steps[bool]:
+    """Add some rows of a server and their memory to the lists; return True if those are all of its rows."""
     cursor = 0
-    while len(found) < most:
-        [answer] = yield from _ask(node, ("SCAN", cursor, "MATCH", f"{row_prefix(namespace)}*", "COUNT", most))
-        if isinstance(answer, Exception):
-            raise answer
-        cursor, names = int(answer[0]), [name.decode("ascii", "replace") for name in answer[1]]
+    while len(rows) < limit:
+        [reply] = yield from _request(node, ("SCAN", cursor, "MATCH", f"{row_prefix(namespace)}*", "COUNT", limit))
+        if isinstance(reply, Exception):
+            raise reply
+        cursor, names = int(reply[0]), [name.decode("ascii", "replace") for name in reply[1]]
         identities = [identity_of(name) for name in names]
-        rows = yield from _call_all(node, [operations.read(identity, body=False) for identity in identities])
-        memory = yield from _ask(node, *(("MEMORY USAGE", name) for name in names))
-        for identity, row, size in zip(identities, rows, memory, strict=True):
-            if was_redirected(row):
-                continue  # its slot moves; the sample can do without it
-            seen = summarise(identity, row)
-            if seen is not None and seen.identity.principal != SCRATCH:
-                found.append(seen)
+        outcomes = yield from _call_all(node, [operations.read(identity, body=False) for identity in identities])
+        memory = yield from _request(node, *(("MEMORY USAGE", name) for name in names))
+        for identity, outcome, size in zip(identities, outcomes, memory, strict=True):
+            if was_redirected(outcome):
+                continue  # its slot is being moved; the sample does not need this row
+            summary = summarise(identity, outcome)
+            if summary is not None and summary.identity.principal != SCRATCH:
+                rows.append(summary)
                 sizes += [size] if isinstance(size, int) else []
         if not cursor:
             return True
@@ -243,10 +260,10 @@ def _sample(node: Any, namespace: str, most: int, found: list[RowSummary], sizes
 
 
 def _topology(client: Any, servers: Sequence[tuple[Any, Server]]) -> _Steps[list[Finding]]:
-    """Cluster and Sentinel, where the client or the server says that there is one."""
+    """Return the findings about the cluster or Sentinel, if there is one."""
     node, server = servers[0]
     if clients.is_cluster(client):
-        [info] = yield from _ask(node, ("CLUSTER INFO",))
+        [info] = yield from _request(node, ("CLUSTER INFO",))
         if not isinstance(info, dict):
             return [Finding("cluster", "unknown", f"CLUSTER INFO: {getattr(info, '__cause__', None) or info}")]
         facts = {_text(name): _text(value) for name, value in info.items()}
@@ -260,8 +277,8 @@ def _topology(client: Any, servers: Sequence[tuple[Any, Server]]) -> _Steps[list
             Finding(
                 "cluster",
                 "problem",
-                "the server is one of a cluster, and the client is not a cluster's: other rows are out of its reach",
-                "give the ledger a redis.RedisCluster",
+                "the server belongs to a cluster, and the client is not a cluster client: it cannot reach all rows",
+                "use a redis.RedisCluster",
             )
         ]
     pool = getattr(client, "connection_pool", None)
@@ -270,29 +287,30 @@ def _topology(client: Any, servers: Sequence[tuple[Any, Server]]) -> _Steps[list
         return []
     votes = []
     for sentinel in sentinels:
-        [vote] = yield from _ask(wire(sentinel, servers[0][0].timeout), ("SENTINEL CKQUORUM", pool.service_name))  # type: ignore[union-attr]
+        way = wire(sentinel, servers[0][0].timeout)
+        [vote] = yield from _request(way, ("SENTINEL CKQUORUM", pool.service_name))  # type: ignore[union-attr]
         votes.append(vote)
     refused = [str(vote.__cause__ or vote) for vote in votes if isinstance(vote, Exception)]
     if refused:
-        reason = f"{len(refused)} of {len(votes)} sentinels see no quorum for a failover: {refused[0]}"
+        reason = f"{len(refused)} of {len(votes)} sentinels report no quorum for a failover: {refused[0]}"
         return [Finding("sentinel", "warning", reason, "redis-cli -p 26379 SENTINEL SENTINELS NAME")]
-    return [Finding("sentinel", "ok", f"{len(votes)} sentinels agree that they could fail over")]
+    return [Finding("sentinel", "ok", f"{len(votes)} sentinels report a quorum for a failover")]
 
 
 def _try_scripts(client: Any, namespace: str) -> _Steps[list[Finding]]:
-    """Lead two rows through every transition, watch the TTL of one, and remove them."""
+    """Run two scratch rows through every transition, check that the TTL of one runs, and remove both."""
     done = identify(namespace, SCRATCH, secrets.token_hex(8))
     failed = identify(namespace, SCRATCH, secrets.token_hex(8))
     owner, lease, keep, now = secrets.token_hex(8), SCRATCH_LEASE, SCRATCH_RETENTION, time.time()
     step = "EVAL"
     findings: list[Finding] = []
     try:
-        by_text = operations.read(done)  # a server that knows the scripts would not show that EVAL is denied
-        [reply] = yield from _ask(client, ("EVAL", load()[by_text.script].text, 1, by_text.row, *by_text.args))
+        by_text = operations.read(done)  # by EVAL, which a user may lack even if EVALSHA works
+        [reply] = yield from _request(client, ("EVAL", load()[by_text.script].text, 1, by_text.row, *by_text.args))
         if isinstance(reply, Exception):
             raise reply
         step = "claim"
-        r = _sure(Reservation, (yield from _call(client, operations.claim(done, owner, "f", lease, keep, now, ""))))
+        r = _expect(Reservation, (yield from _call(client, operations.claim(done, owner, "f", lease, keep, now, ""))))
         rest: list[tuple[str, Call[Any]]] = [
             ("renew", operations.renew(r, keep)),
             ("checkpoint", operations.checkpoint(r, "tried", "null", keep)),
@@ -301,36 +319,36 @@ def _try_scripts(client: Any, namespace: str) -> _Steps[list[Finding]]:
         for step, call in rest:
             set_at = time.monotonic()
             if isinstance((yield from _call(client, call)), Fenced):
-                raise CorruptRow(f"{step} was refused to the row's own owner")
+                raise CorruptRow(f"{step} of the row's owner was fenced")
         step = "read"
-        row = _sure(Row, (yield from _call(client, operations.read(done))))
+        row = _expect(Row, (yield from _call(client, operations.read(done))))
         read_at = time.monotonic()
         step = "replay"
-        _sure(Replay, (yield from _call(client, operations.claim(done, "another", "f", lease, keep, now, ""))))
+        _expect(Replay, (yield from _call(client, operations.claim(done, "another", "f", lease, keep, now, ""))))
 
         step = "claim"
-        r = _sure(Reservation, (yield from _call(client, operations.claim(failed, owner, "f", lease, keep, now, ""))))
+        r = _expect(Reservation, (yield from _call(client, operations.claim(failed, owner, "f", lease, keep, now, ""))))
         step = "release"
         yield from _call(client, operations.release(failed, 1, owner, keep))
         step = "claim of a stale row"
-        _sure(Stale, (yield from _call(client, operations.claim(failed, "another", "f", lease, keep, now, ""))))
+        _expect(Stale, (yield from _call(client, operations.claim(failed, "another", "f", lease, keep, now, ""))))
         step = "takeover"
         taken = yield from _call(client, operations.takeover(failed, 1, "another", "f", lease, keep, ""))
         step = "fail"
-        yield from _call(client, operations.fail(_sure(Reservation, taken), StoredResponse(500), keep))
+        yield from _call(client, operations.fail(_expect(Reservation, taken), StoredResponse(500), keep))
         findings.append(Finding("scripts", "ok", "claimed, renewed, completed, replayed, released, taken over, failed"))
         step = "read"
         ttls = TTLs(keep, row.ttl or 0.0, read_at - set_at)
         yield _Pause(COARSE_TICK if ttls.coarse else TICK)
         between = time.monotonic() - read_at
-        row = _sure(Row, (yield from _call(client, operations.read(done))))
+        row = _expect(Row, (yield from _call(client, operations.read(done))))
         findings.append(clock_finding(replace(ttls, second=row.ttl or 0.0, between=between)))
     except IdempotencyError as refused:
         why = refused.__cause__ or refused
-        fix = "give the user what `idemredis acl` prints for the app" if is_denied(why) else ""
+        fix = "give the user the rules that `idemredis acl` prints for the app" if is_denied(why) else ""
         findings.append(Finding("scripts", "problem", f"{step} does not work: {why}", fix))
-    yield from _ask(client, ("DEL", done.row))
-    yield from _ask(client, ("DEL", failed.row))
+    yield from _request(client, ("DEL", done.row))
+    yield from _request(client, ("DEL", failed.row))
     return findings
 
 
@@ -342,15 +360,15 @@ def _call(client: Any, call: Call[T]) -> _Steps[T]:
 
 
 def _call_all(client: Any, calls: Sequence[Call[T]]) -> _Steps[list[T | IdempotencyError]]:
-    """Run scripts as a ledger would."""
+    """Run scripts in the way that a ledger does; a call that failed has its error in place of an outcome."""
     if not calls:
         return []
     return (yield _Run(client, calls))
 
 
-def _sure(kind: type[T], outcome: object) -> T:
+def _expect(kind: type[T], outcome: object) -> T:
     if not isinstance(outcome, kind):
-        raise CorruptRow(f"{type(outcome).__name__} where {kind.__name__} was due")
+        raise CorruptRow(f"got {type(outcome).__name__}, expected {kind.__name__}")
     return outcome
 
 

@@ -1,4 +1,4 @@
-"""What is in the ledger: rows found by SCAN, and what they add up to. Nothing here changes anything."""
+"""Find rows by SCAN, summarise and count them. Read-only."""
 
 from __future__ import annotations
 
@@ -35,28 +35,28 @@ __all__ = [
 Status: TypeAlias = Literal["stale", "pending", "failed", "completed", "corrupt"]
 
 STATUSES: tuple[Status, ...] = ("stale", "pending", "failed", "completed", "corrupt")
-"""In the order in which they want to be looked at; `corrupt` is what no attempt will ever run or overwrite."""
+"""Statuses in the order of the attention that they need."""
 
 BATCH = 500
-"""Names a SCAN goes over at a time: some tenths of a millisecond of the server."""
+"""Names that one SCAN call covers. It takes the server some tenths of a millisecond."""
 
-SAMPLED = 200
-"""Rows whose memory is asked for."""
+MEMORY_SAMPLE = 200
+"""Rows whose MEMORY USAGE is queried; enough for a mean."""
 
-RATE_OVER = 3600.0
-"""Seconds that the present rate is taken from."""
+RATE_PERIOD = 3600.0
+"""Seconds over which the rate of new rows is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowSummary:
-    """A row as a list shows it.
+    """A row as lists show it.
 
     Attributes:
-        identity: whose it is, and its name; the parts are empty when the name is not one that this ledger makes.
-        status: as stored; `stale` for pending with no lease left; `corrupt` with `why`.
-        ttl: seconds until the row expires; None for a row that never does.
-        row: the row itself, the stored body left out; None where it is corrupt.
-        why: what is wrong with a corrupt row.
+        identity: the row's name and parts; the parts are empty if the name is not that of a ledger's row.
+        status: the stored status; `stale` if it is pending and its lease has ended; `corrupt` if it cannot be read.
+        ttl: seconds until the row expires; None if it has no TTL.
+        row: the row without its stored body; None if it is corrupt.
+        why: why the row is corrupt; "" if it is not.
     """
 
     identity: Identity = field(repr=False)
@@ -67,7 +67,7 @@ class RowSummary:
 
     @property
     def generation(self) -> int:
-        """Of the attempt; 0 for a corrupt row."""
+        """The generation of the row's attempt; 0 for a corrupt row."""
         return self.row.generation if self.row else 0
 
     @property
@@ -77,17 +77,17 @@ class RowSummary:
 
     @property
     def claimed_at(self) -> float | None:
-        """When it was first claimed, in seconds since the epoch, by the clock of whoever claimed it; for people."""
+        """When the row was claimed, in seconds since the epoch by the caller's clock; informational."""
         return self.row.created_at if self.row else None
 
     @property
     def digest(self) -> str:
-        """What log lines, events and spans call the row."""
+        """The digest that identifies the row in log lines, events and spans."""
         return digest(self.identity.row)
 
 
 def identity_of(row: str) -> Identity:
-    """Return whose row it is; the parts are empty where the name is not one that this ledger makes."""
+    """Return the identity in a row's name; its parts are empty if the name is not that of a ledger's row."""
     try:
         _, principal, operation, key = parse_row_name(row)
     except (ValueError, UnicodeError):
@@ -96,7 +96,7 @@ def identity_of(row: str) -> Identity:
 
 
 def summarise(identity: Identity, row: Row | IdempotencyError | None) -> RowSummary | None:
-    """Return what a list shows of a row as it was read; None where there is none.
+    """Return the summary of a row as it was read, or None if there is no row.
 
     Raises:
         LedgerUnavailable: the row could not be read.
@@ -108,61 +108,69 @@ def summarise(identity: Identity, row: Row | IdempotencyError | None) -> RowSumm
     if isinstance(row, IdempotencyError):
         raise row
     if not identity.key:
-        return RowSummary(identity, "corrupt", row.ttl, why="its name is not one of this ledger's")
+        return RowSummary(identity, "corrupt", row.ttl, why="its name is not that of a ledger's row")
     status: Any = "stale" if row.stale else row.status
     return RowSummary(identity, status, row.ttl, row)
 
 
 def look(client: Client, node: Node, names: Sequence[str]) -> list[RowSummary | None]:
-    """Look at rows of one server; None for each that is gone. One whose slot moves away or here is looked for anew.
+    """Return the summaries of rows of one server, with None for a row that is gone.
+
+    A row whose slot is being moved is read again through the cluster's client.
 
     Raises:
-        LedgerUnavailable: the server did not answer, or refused.
+        LedgerUnavailable: the server was unreachable, refused the call, or was too slow.
     """
     identities = [identity_of(name) for name in names]
     calls = [operations.read(identity, body=False) for identity in identities]
-    found = []
+    summaries = []
     for identity, call, row in zip(identities, calls, evaluate(own_wire(node), calls), strict=True):
-        seen = evaluate(wire(client), [call])[0] if was_redirected(row) else row
-        found.append(summarise(identity, seen))
-    return found
+        current = evaluate(wire(client), [call])[0] if was_redirected(row) else row
+        summaries.append(summarise(identity, current))
+    return summaries
 
 
 def scan(
-    client: Client, namespace: str, principal: str = "", passed: Callable[[int], object] = lambda names: None
+    client: Client, namespace: str, principal: str = "", advance: Callable[[int], object] = lambda names: None
 ) -> Iterator[RowSummary]:
-    """Go through the rows by SCAN, on every primary of a cluster; `passed` is told how many names it went over.
+    """Yield the rows of a namespace by SCAN, on every primary of a cluster.
 
-    A row that is there all the time is found at least once (twice where the server's table grows meanwhile); one that
-    comes or goes may be missed.
+    A row that exists during the whole scan is found at least once, and twice if the server's hash table grows
+    meanwhile. A row that is made or deleted during the scan may be missed.
+
+    Args:
+        client: the client.
+        namespace: first part of the rows' names.
+        principal: only rows of this principal; "" for all.
+        advance: called with the number of names scanned since the last call.
 
     Raises:
-        LedgerUnavailable: a server did not answer, or refused.
+        LedgerUnavailable: a server was unreachable, refused a call, or was too slow.
     """
     pattern = f"{row_prefix(namespace, principal)}*"
     for node in primaries(client):
         cursor = 0
         while True:
             cursor, names = ask(node, "SCAN", cursor, "MATCH", pattern, "COUNT", BATCH)
-            found = look(client, node, [name.decode("ascii", "replace") for name in names])
-            yield from (row for row in found if row is not None)
-            passed(BATCH)
+            summaries = look(client, node, [name.decode("ascii", "replace") for name in names])
+            yield from (row for row in summaries if row is not None)
+            advance(BATCH)
             if not int(cursor):
                 break
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """What the rows add up to.
+    """Totals of a namespace.
 
     Attributes:
-        counts: rows by status.
-        oldest_pending: seconds since the first claim of the oldest row that is pending or stale, by the clocks of
-            whoever claimed it and of this host; None without one.
-        row_bytes: mean bytes of a row, sampled; None where the server does not tell.
-        rate: rows claimed a second, over the last hour or as long as there are rows.
-        day_bytes: what a day's rows need at that rate.
-        lasting: rows without a TTL.
+        counts: number of rows by status.
+        oldest_pending: seconds since the claim of the oldest pending or stale row, by the clocks of its caller and of
+            this host; None if there is none.
+        row_bytes: mean memory of a row in bytes, from a sample; None if the server does not report it.
+        rate: rows claimed per second, over the last hour, or since the oldest row if that is newer.
+        day_bytes: bytes that the rows of one day need at that rate; None if `row_bytes` is.
+        lasting: number of rows without a TTL.
     """
 
     counts: dict[Status, int]
@@ -173,36 +181,40 @@ class Stats:
     lasting: int
 
 
-def stats(client: Client, namespace: str, passed: Callable[[int], object] = lambda names: None) -> Stats:
-    """Count all rows of the namespace."""
+def stats(client: Client, namespace: str, advance: Callable[[int], object] = lambda names: None) -> Stats:
+    """Scan the namespace and return its totals; `advance` is called as in `scan`.
+
+    Raises:
+        LedgerUnavailable: a server was unreachable, refused a call, or was too slow.
+    """
     counts = dict.fromkeys(STATUSES, 0)
     ages: list[float] = []
     oldest_pending: float | None = None
     lasting = 0
     names: list[str] = []
-    for found in scan(client, namespace, passed=passed):
-        counts[found.status] += 1
-        lasting += found.ttl is None
-        if found.status == "corrupt":
+    for row in scan(client, namespace, advance=advance):
+        counts[row.status] += 1
+        lasting += row.ttl is None
+        if row.status == "corrupt":
             continue
-        since_claim = found.age if found.claimed_at is None else max(time.time() - found.claimed_at, 0.0)
+        since_claim = row.age if row.claimed_at is None else max(time.time() - row.claimed_at, 0.0)
         ages.append(since_claim)
-        if found.status in ("stale", "pending"):
+        if row.status in ("stale", "pending"):
             oldest_pending = max(oldest_pending or 0.0, since_claim)
-        if len(names) < SAMPLED:
-            names.append(found.identity.row)
-    span = min(max(ages, default=0.0), RATE_OVER)
+        if len(names) < MEMORY_SAMPLE:
+            names.append(row.identity.row)
+    span = min(max(ages, default=0.0), RATE_PERIOD)
     recent = sum(age <= span for age in ages)
-    rate = recent / max(span, 60.0)  # a ledger of a few seconds says little about a day
+    rate = recent / max(span, 60.0)  # a few seconds are too short to extrapolate to a day
     sizes = _sizes(client, names)
     mean = sum(sizes) / len(sizes) if sizes else None
     return Stats(counts, oldest_pending, mean, rate, None if mean is None else mean * rate * 86400, lasting)
 
 
 def _sizes(client: Client, names: list[str]) -> list[int]:
-    """Sampled by name on each node, which answers for its own rows and refuses the others."""
+    """Return the memory of these rows; each node replies for its own rows, and with an error for the others."""
     sizes: list[int] = []
     for node in primaries(client):
-        answers = ask_all(node, [("MEMORY USAGE", name) for name in islice(names, SAMPLED)])
-        sizes += [answer for answer in answers if isinstance(answer, int)]
+        replies = ask_all(node, [("MEMORY USAGE", name) for name in islice(names, MEMORY_SAMPLE)])
+        sizes += [reply for reply in replies if isinstance(reply, int)]
     return sizes

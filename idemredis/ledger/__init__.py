@@ -1,6 +1,6 @@
-"""`Ledger` and `AsyncLedger`: they drive the flows of `core` over the clients of `store`, and decide nothing.
+"""`Ledger` and `AsyncLedger`, which run the flows of `core` on the clients of `store`.
 
-A change here is made on both faces; what they share is in `base` and `agenda`.
+Decisions belong in `core`. A change to one ledger needs the same change to the other; `base` and `agenda` are shared.
 """
 
 from .aio import AsyncLedger

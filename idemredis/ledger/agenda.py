@@ -1,4 +1,4 @@
-"""What is due when in the background: heartbeats, and releases and completions that are tried again. No thread here."""
+"""The schedule of background work: heartbeats, and retries of completions and releases. Threads are in `thread`."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ __all__ = [
 logger = logging.getLogger("idemredis")
 
 Result: TypeAlias = Any
-"""What a call came to: its outcome, or the exception it raised."""
+"""The outcome of a call, or the exception that it raised."""
 
 EmitEvent: TypeAlias = Callable[[Emit], None]
 Heartbeat: TypeAlias = Callable[[], Flow[None]]
-"""Makes the flow of one heartbeat."""
+"""Returns a new heartbeat flow for one lease."""
 
-TOGETHER = 0.05
-"""Seconds by which a flow may go on early, so that many leases are renewed in one round trip."""
+BATCH_WINDOW = 0.05
+"""Seconds by which a flow may run early, so that many leases are renewed in one round trip."""
 
 IDLE = 1.0
-"""Seconds for which a thread or task with nothing to do waits for more before it ends."""
+"""Seconds for which an idle thread or task waits for new work before it ends."""
 
-MOST_FLOWS = 10_000
-MOST_BYTES = 64 * 1024 * 1024
-"""Responses kept in memory while Redis is away. Beyond either bound one is lost, and `completion_lost` is emitted."""
+MAX_FLOWS = 10_000
+MAX_BYTES = 64 * 1024 * 1024
+"""Limits on responses kept in memory during an outage. A response beyond either is dropped: `completion_lost`."""
 
 EXIT_WITHIN = 2.0
-"""Seconds that an exiting process spends on what is still to be stored."""
+"""Seconds that an exiting process spends on completions and releases that are still pending."""
 
 
 class Job:
-    """A flow under way. A heartbeat can be dropped at any time; every other flow counts against the bounds."""
+    """A running flow. Heartbeats can be dropped at any time; all other flows count against the limits."""
 
     __slots__ = ("flow", "is_heartbeat", "size")
 
@@ -62,7 +62,7 @@ class Job:
         self.is_heartbeat = is_heartbeat
 
     def advance(self, result: Result, emit: EmitEvent) -> Call[Any] | Sleep | None:
-        """Run the flow until it next calls or sleeps, and return that step; None when it has ended."""
+        """Run the flow up to its next call or sleep and return that step; return None when the flow has ended."""
         try:
             while True:
                 step = self.flow.throw(result) if isinstance(result, BaseException) else self.flow.send(result)
@@ -74,23 +74,24 @@ class Job:
         except (StopIteration, GivenUp):
             pass
         except Exception:
-            logger.exception("a background flow of the ledger ended with an error")
+            logger.exception("background work of the ledger failed")
         return None
 
 
 class Agenda:
-    """Which flow is due when. Its runner locks it against other threads; only a lease that ends reaches it without."""
+    """Which flow is due when. The runner locks it against other threads; only the end of a lease needs no lock."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, int, Job]] = []
         self._ties = count()
-        self._first: dict[Lease, Heartbeat] = {}  # first heartbeat not due yet; most attempts finish before it
+        # Leases whose first heartbeat is not due yet. Most attempts finish before it, so no flow is made until then.
+        self._first: dict[Lease, Heartbeat] = {}
         self._flows = 0
         self._bytes = 0
 
     def add(self, job: Job, due: float) -> bool:
-        """Add a new job where there is room for it, and return whether there was."""
-        if self._flows >= MOST_FLOWS or self._bytes + job.size > MOST_BYTES:
+        """Add a new job and return True, or return False if a limit is reached."""
+        if self._flows >= MAX_FLOWS or self._bytes + job.size > MAX_BYTES:
             return False
         self._flows += 1
         self._bytes += job.size
@@ -98,40 +99,40 @@ class Agenda:
         return True
 
     def remove(self, job: Job) -> None:
-        """Count a job that has ended."""
+        """Stop counting a job that has ended against the limits."""
         if not job.is_heartbeat:
             self._flows -= 1
             self._bytes -= job.size
 
     def put(self, job: Job, due: float) -> None:
-        """Have a job run again when it is due."""
+        """Schedule a job."""
         heapq.heappush(self._waiting, (due, next(self._ties), job))
 
     def add_heartbeat(self, lease: Lease, heartbeat: Heartbeat) -> None:
-        """Note when a lease's first heartbeat is due; it is forgotten when the lease ends before."""
+        """Schedule the first heartbeat of a lease; it is dropped if the lease ends earlier."""
         lease.when_ended(self._drop)
         self._first[lease] = heartbeat
 
     def due_at(self) -> float | None:
-        """Return when the next job is due, by the local monotonic clock; None where there is none."""
+        """Return when the next job is due, by the local monotonic clock, or None if there is none."""
         first = [self._waiting[0][0]] if self._waiting else []
         return min(first + [lease.first_heartbeat_at for lease in self._first.copy()], default=None)
 
     def take(self, now: float) -> list[Job]:
-        """Take out what is due, or so soon that it can go along."""
+        """Remove and return the jobs that are due within the batch window."""
         jobs = []
-        while self._waiting and self._waiting[0][0] <= now + TOGETHER:
+        while self._waiting and self._waiting[0][0] <= now + BATCH_WINDOW:
             jobs.append(heapq.heappop(self._waiting)[2])
         for lease, heartbeat in self._first.copy().items():
-            if lease.first_heartbeat_at <= now + TOGETHER:
+            if lease.first_heartbeat_at <= now + BATCH_WINDOW:
                 self._drop(lease)
                 flow = heartbeat()
-                next(flow)  # to its first Sleep, which is over
+                next(flow)  # advance to the initial Sleep; the caller sends the time
                 jobs.append(Job(flow, is_heartbeat=True))
         return jobs
 
     def clear(self) -> list[Job]:
-        """Take everything out and return what must still be stored or released."""
+        """Empty the agenda and return the jobs that still have something to store or release."""
         jobs = [job for _, _, job in sorted(self._waiting) if not job.is_heartbeat]
         self._waiting.clear()
         self._first.clear()
@@ -144,7 +145,7 @@ class Agenda:
 def advance_all(
     jobs: list[Job], results: list[Result], slept: dict[Job, Sleep], emit: EmitEvent
 ) -> tuple[list[Job], list[Call[Any]]]:
-    """Run each flow until it next calls or sleeps; return those that call, with their calls."""
+    """Run each flow up to its next call or sleep; return the jobs that make a call, and their calls."""
     calling, calls = [], []
     for job, result in zip(jobs, results, strict=True):
         step = job.advance(result, emit)
@@ -157,13 +158,13 @@ def advance_all(
 
 
 def interrupt(jobs: list[Job], emit: EmitEvent) -> list[Job]:
-    """Tell each flow whose call is under way that no reply will come; return those that would try again."""
-    unanswered = LedgerUnavailable("the process is ending; the reply did not come in time")
-    return [job for job in jobs if not job.is_heartbeat and isinstance(job.advance(unanswered, emit), Sleep)]
+    """Raise `LedgerUnavailable` in flows that are waiting for a reply; return those that want to retry."""
+    error = LedgerUnavailable("the process is exiting, and Redis has not replied yet")
+    return [job for job in jobs if not job.is_heartbeat and isinstance(job.advance(error, emit), Sleep)]
 
 
 def put_back(agenda: Agenda, jobs: list[Job], slept: dict[Job, Sleep]) -> None:
-    """Put the jobs that sleep back on the agenda; the others have ended."""
+    """Schedule the jobs that sleep again, and remove the others, which have ended."""
     now = time.monotonic()
     for job in jobs:
         if job in slept:
@@ -173,7 +174,7 @@ def put_back(agenda: Agenda, jobs: list[Job], slept: dict[Job, Sleep]) -> None:
 
 
 def begin(wanted: InBackground, emit: EmitEvent) -> tuple[Job, float] | None:
-    """Start a flow; return its job and when it is due, or None where it has ended already."""
+    """Start a flow; return its job and when it is due, or None if it has ended already."""
     job = Job(wanted.flow, wanted.size)
     first = job.advance(None, emit)
     return (job, time.monotonic() + first.seconds) if isinstance(first, Sleep) else None

@@ -1,4 +1,4 @@
-"""The asyncio face of the ledger: awaits, where `sync` calls."""
+"""The asyncio ledger; `sync` has the same methods as plain functions."""
 
 from __future__ import annotations
 
@@ -40,22 +40,24 @@ R = TypeVar("R")
 
 
 class AsyncLedger(BaseLedger[AsyncClient]):
-    """Claims, completes and replays operations by (principal, operation, key), over an asyncio redis-py client.
+    """Claim, complete and replay operations by (principal, operation, key), over an asyncio redis-py client.
 
-    Its arguments, outcomes and errors are those of `Ledger`. Safe to share between tasks, and between event loops where
-    `from_url` made the client. A claim that is cancelled while its reply is on the way is released in the background.
+    Arguments, outcomes and errors are those of `Ledger`. A ledger can be shared between tasks, and also between event
+    loops if `from_url` made its client. A claim that is cancelled before its reply arrives is released in the
+    background.
 
     Args:
         client: `redis.asyncio.Redis`, `redis.asyncio.RedisCluster`, one from asyncio Sentinel's `master_for`, or
-            `fakeredis.FakeAsyncRedis`. Its timeouts and retries stay its own; `from_url` makes one with ours.
-        policy: how long things last; see `Policy`.
-        namespace: first part of every row's name.
-        observers: called with each `Event`, in the event loop; one that raises is logged once.
-        log_keys: put raw keys and principals into events; otherwise only a digest.
-        scripts: the Lua to run; for tests that break it on purpose.
+            `fakeredis.FakeAsyncRedis`. It keeps its own timeouts and retries; `from_url` makes a client with suitable
+            ones.
+        policy: lease, retention and other limits; defaults to `Policy()`.
+        namespace: first part of every row's name; use one for each service.
+        observers: called with each `Event`, in the event loop; the first exception of each is logged.
+        log_keys: include raw keys and principals in events; by default they have only a digest.
+        scripts: the Lua scripts to run; for tests only.
 
     Raises:
-        ConfigurationError: the client is of another kind, or a setting cannot work with it.
+        ConfigurationError: the client is of another kind, or a setting does not work with it.
     """
 
     _client_for = staticmethod(clients.async_client)
@@ -65,12 +67,16 @@ class AsyncLedger(BaseLedger[AsyncClient]):
 
     @property
     def client(self) -> Any:
-        """The redis-py client that the ledger uses in the running event loop."""
+        """The redis-py client that the ledger uses in the running event loop.
+
+        Raises:
+            RuntimeError: `from_url` made the ledger, and no event loop is running.
+        """
         return self._wire_here().client
 
     def _wire_here(self) -> Any:
-        """Return the way to Redis in the running event loop: a client of our own has connections in each."""
-        if not self._made:
+        """Return the way to Redis in the running event loop: a client that `from_url` made has connections in each."""
+        if not self._owns_client:
             return self._wire
         loop = asyncio.get_running_loop()
         if loop not in self._wires:
@@ -78,7 +84,7 @@ class AsyncLedger(BaseLedger[AsyncClient]):
             self._wires = {**running_on, loop: wire(clients.clone(self._client), self._wire.timeout)}
         return self._wires[loop]
 
-    # One step each
+    # Single steps
 
     async def claim(
         self,
@@ -91,28 +97,32 @@ class AsyncLedger(BaseLedger[AsyncClient]):
         takeover: bool = True,
         route: str = "",
     ) -> AsyncReservation | Replay | InProgress | Reused:
-        """Reserve the operation for this attempt, before anything is changed elsewhere.
+        """Reserve the operation for this attempt; call it before the work changes anything.
+
+        If the process dies afterwards, the row becomes stale when the lease ends, and the next claim takes it over.
 
         Args:
-            principal: whose key it is: a str, int or UUID that the server derived, never the client's word.
+            principal: whose key it is: a str, int or UUID that the server derived, never a value the client chose.
             key: 1 to 255 printable ASCII characters.
-            fingerprint: digest of what is asked; see `fingerprint_request` and `fingerprint_value`.
-            operation: third part of the row's identity.
-            lease: seconds; by default the policy's.
-            wait: seconds to wait for another attempt that is running, before `InProgress` is returned.
-            takeover: False leaves a stale row to others (`InProgress` with `stale`).
-            route: which endpoint or function this is, for people and metrics: a template such as `POST /orders/<id>`,
-                never a concrete path. More than 64 bytes are shortened in the middle.
+            fingerprint: digest of the request; `fingerprint_request` and `fingerprint_value` compute one.
+            operation: optional third part of the row's identity.
+            lease: seconds; defaults to the policy's. Must be shorter than the policy's retention.
+            wait: seconds to wait for a running attempt to finish before returning `InProgress`.
+            takeover: False leaves a stale row to others and returns `InProgress` with `stale` set.
+            route: the endpoint or function, for people and metrics: a template such as `POST /orders/<id>`, never a
+                concrete path. Routes longer than 64 bytes are shortened in the middle.
 
         Returns:
-            `AsyncReservation`: run it, then complete, fail or release. `Replay`: it is done, return this response.
-            `InProgress`: another attempt holds it. `Reused`: the key was used for something else.
+            `AsyncReservation`: run the operation, then complete, fail or release it. `Replay`: the operation is
+            finished; return its response. `InProgress`: another attempt holds the row. `Reused`: the key was used for
+            a different request.
 
         Raises:
-            InvalidKey, InvalidPrincipal, ConfigurationError: nothing was sent.
-            CorruptRow: the row is not one of ours; it stays as it is.
-            LedgerUnavailable: do not run. Should the claim have been made, it is released in the background.
-            NotDurable: fewer than `min_replicas` have it; it is released in the background.
+            InvalidKey, InvalidPrincipal, ConfigurationError: an argument is invalid; nothing was sent.
+            CorruptRow: the row was not written by this ledger, or was edited; it is left unchanged.
+            LedgerUnavailable: do not run the operation. If the claim was made after all, it is released in the
+                background.
+            NotDurable: fewer than `min_replicas` replicas have the claim; it is released in the background.
         """
         outcome = await self._drive(
             self._claim_flow(principal, key, fingerprint, operation, lease, wait, takeover, route)
@@ -120,85 +130,123 @@ class AsyncLedger(BaseLedger[AsyncClient]):
         return cast(AsyncReservation | Replay | InProgress | Reused, outcome)
 
     async def complete(self, r: Reservation, response: StoredResponse) -> None:
-        """Store the response for every retry until the retention ends. Doing it again has the same effect.
+        """Store the response, so that every retry gets it until the retention ends.
+
+        Calling it again has the same effect. If the process dies before the response is stored, the row becomes stale
+        when the lease ends, and the next claim takes it over.
+
+        Args:
+            r: the reservation.
+            response: the response to store.
 
         Raises:
-            FencedOut: another attempt owns the row; nothing was changed.
-            LedgerUnavailable: it is tried again in the background for 5 minutes, also past the lease; the caller may
-                return its response. If it cannot be stored, a `completion_lost` event says so.
+            FencedOut: another attempt owns the row, or the row is gone; nothing was changed.
+            LedgerUnavailable: the caller may return its response. The completion is retried in the background for 5
+                minutes, even past the lease; if it cannot be stored, a `completion_lost` event is emitted.
+            NotDurable: fewer than `min_replicas` replicas have the response; it is retried in the same way.
         """
         await self._drive(flows.complete(r, response, self.policy))
 
     async def fail(self, r: Reservation, response: StoredResponse) -> None:
-        """Store a final failure: it is replayed, and the operation never run again.
+        """Store a final failure, which is replayed to every retry until the retention ends.
+
+        The operation is not run again within the retention. Calling it again has the same effect. If the process dies
+        before the failure is stored, the row becomes stale when the lease ends, and the next claim takes it over.
+
+        Args:
+            r: the reservation.
+            response: the failure to store.
 
         Raises:
-            FencedOut: another attempt owns the row; nothing was changed.
-            LedgerUnavailable: it is tried again in the background for 5 minutes, as for `complete`.
+            FencedOut: another attempt owns the row, or the row is gone; nothing was changed.
+            LedgerUnavailable: the failure is retried in the background for 5 minutes, even past the lease; if it
+                cannot be stored, a `completion_lost` event is emitted.
+            NotDurable: fewer than `min_replicas` replicas have the failure; it is retried in the same way.
         """
         await self._drive(flows.fail(r, response, self.policy))
 
     async def release(self, r: Reservation) -> None:
-        """Give up now: the next retry takes over at once, at generation + 1.
+        """Give the row up, so that the next claim takes it over at once, at the next generation.
+
+        Args:
+            r: the reservation.
 
         Raises:
-            FencedOut: another attempt owns the row; nothing was changed.
-            LedgerUnavailable: it is tried again in the background; after the lease the row is stale anyway.
+            FencedOut: another attempt owns the row, or the row is gone or finished; nothing was changed.
+            LedgerUnavailable: the release is retried in the background for one lease; then the row is stale anyway.
         """
         await self._drive(flows.release(r, self.policy))
 
     async def hold(self, r: Reservation, *, for_review: bool = False) -> None:
-        """Leave the row pending until its lease ends; nothing is sent.
+        """Stop renewing the lease and leave the row pending until the lease ends.
+
+        Nothing is sent to Redis. When the lease has ended, the next claim takes the row over.
 
         Args:
             r: the reservation.
-            for_review: emit `held_for_review`, since a person must look.
+            for_review: emit `held_for_review`, so that a person looks at the row.
         """
         await self._drive(flows.hold(r, for_review))
 
     async def renew(self, r: Reservation) -> None:
         """Extend the lease to its full length from now.
 
+        Args:
+            r: the reservation.
+
         Raises:
-            FencedOut: another attempt owns the row, or it is finished; nothing was changed.
+            FencedOut: another attempt owns the row, or the row is gone or finished; nothing was changed.
             LedgerUnavailable: the lease may or may not have been extended.
         """
         await self._drive(flows.renew(r, self.policy))
 
     async def start_heartbeat(self, r: Reservation) -> None:
-        """Renew the lease in the background, at a third of it, until it ends or `max_hold` has passed.
+        """Renew the lease in the background until the attempt ends.
 
-        One task an event loop does so for all reservations of the ledger. Nothing happens where the policy has no
-        heartbeat.
+        The lease is renewed each time a third of it has passed, for at most the policy's `max_hold` seconds. One task
+        in each event loop does this for all reservations of the ledger. It does nothing if the policy's `heartbeat` is
+        False.
+
+        Args:
+            r: the reservation.
         """
         if self.policy.heartbeat:
             self._background.start_heartbeat(r.lease, partial(flows.heartbeat, r, self.policy))
 
     async def checkpoint(self, r: Reservation, name: str, data: object = None) -> None:
-        """Save how far the work got, for whoever takes over, and extend the lease. The same as `r.checkpoint`.
+        """Save how far the work got, for the attempt that takes over after a crash, and extend the lease.
+
+        `r.checkpoint` does the same. A row keeps its latest checkpoint only; the next attempt reads it as
+        `last_checkpoint`.
 
         Args:
             r: the reservation.
-            name: of the step that is done.
-            data: JSON, at most 4096 bytes of it.
+            name: name of the step that is done.
+            data: a JSON value of at most 4096 bytes.
 
         Raises:
-            ConfigurationError, TypeError, ValueError: the data does not fit, or is not JSON; nothing was sent.
-            FencedOut: another attempt owns the row; nothing was changed.
-            LedgerUnavailable: it may or may not have been saved.
+            ConfigurationError, TypeError, ValueError: the data is too large or not JSON; nothing was sent.
+            FencedOut: another attempt owns the row, or the row is gone or finished; nothing was changed.
+            LedgerUnavailable: the checkpoint may or may not have been saved.
         """
         await self._drive(self._checkpoint_flow(r, name, data))
 
     async def read(self, principal: object, key: str, operation: str = "") -> Row | None:
-        """Return the row, or None where there is none. Changes nothing.
+        """Return the row, or None if there is none, without changing anything.
+
+        Args:
+            principal: whose key it is.
+            key: the key that the client sent.
+            operation: third part of the row's identity, if it has one.
 
         Raises:
-            CorruptRow: it is not a row of ours.
-            LedgerUnavailable: Redis did not answer.
+            InvalidKey, InvalidPrincipal, ConfigurationError: an argument is invalid; nothing was sent.
+            CorruptRow: the row was not written by this ledger, or was edited.
+            LedgerUnavailable: Redis was unreachable, refused the call, or was too slow.
         """
         return await self._drive(flows.read(identify(self.namespace, principal, key, operation)))
 
-    # Whole pieces of work
+    # Whole operations
 
     def reserve(
         self,
@@ -211,24 +259,32 @@ class AsyncLedger(BaseLedger[AsyncClient]):
         on_error: OnError = "release",
         route: str = "",
     ) -> AbstractAsyncContextManager[AsyncReservation]:
-        """Hold the operation for an `async with` block, renewing its lease; leaving the block completes the row.
+        """Hold the operation for an `async with` block: renew its lease during the block, complete the row at its end.
 
-        Set `result` (JSON) or `response` on what the block yields, to be stored; without either, `null` is stored. What
-        cannot be stored leaves a tombstone. An error at the completion itself is logged and emitted, never raised: the
-        work is done.
+        Set `result` (a JSON value) or `response` on the yielded reservation to store it; otherwise `null` is stored. A
+        result that cannot be stored leaves a tombstone. Errors at the completion itself are logged and emitted, never
+        raised, since the work is done. If the process dies inside the block, the row becomes stale when the lease
+        ends, and the next attempt takes it over.
 
         Args:
-            principal, key, fingerprint, operation, lease, wait, route: as for `claim`.
+            principal: whose key it is: a str, int or UUID that the server derived, never a value the client chose.
+            key: 1 to 255 printable ASCII characters.
+            fingerprint: digest of the request; `fingerprint_request` and `fingerprint_value` compute one.
+            operation: optional third part of the row's identity.
+            lease: seconds; defaults to the policy's.
+            wait: seconds to wait for a running attempt to finish before raising `KeyInProgress`.
             on_error: what an exception does to the row: `release` (the next retry runs at once), `hold` (the row
                 stays pending until its lease ends), or `store` (a final failure that is not run again). An
-                `IdempotencyError` and what is not an `Exception` (a cancellation, say) are never stored. After
-                `HoldForReview` the row stays pending, and an event says so.
+                `IdempotencyError`, or an exception that is not an `Exception` (such as a cancellation), is never
+                stored. After `HoldForReview` the row stays pending, and `held_for_review` is emitted.
+            route: the endpoint or function, for people and metrics; at most 64 bytes of it are kept.
 
         Raises:
-            AlreadyCompleted, PreviousAttemptFailed: it was done, or failed for good; each has the `response`.
-            KeyInProgress: another attempt runs; with `retry_after`.
-            KeyReused: the key was used for something else.
-            LedgerUnavailable, NotDurable, CorruptRow, InvalidKey, InvalidPrincipal, ConfigurationError: as `claim`.
+            AlreadyCompleted, PreviousAttemptFailed: an earlier attempt finished or failed; `response` has its result.
+            KeyInProgress: another attempt is running; `retry_after` has the seconds left on its lease.
+            KeyReused: the key was used for a different request.
+            LedgerUnavailable, NotDurable, CorruptRow, InvalidKey, InvalidPrincipal, ConfigurationError: as `claim`
+                raises them; the block does not run.
         """
         arguments = ClaimArguments(principal, key, fingerprint, operation, lease, wait, route=route)
         return self._reserve(arguments, check_on_error(on_error))
@@ -247,31 +303,35 @@ class AsyncLedger(BaseLedger[AsyncClient]):
         encode: Callable[..., object] | None = None,
         decode: Callable[..., object] | None = None,
     ) -> Callable[[Callable[P, Awaitable[R]]], Callable[P, Coroutine[Any, Any, R]]]:
-        """Decorate an `async def` function so that it runs once a key: a duplicate call gets the first one's result.
+        """Decorate an `async def` function so that it runs once per key; a duplicate call returns the stored result.
 
-        The caller always gets the function's own value, also when it cannot be stored: then the row is a tombstone
-        (`not_encodable`, `too_large`), and duplicates get `AlreadyCompleted` whose `response.omitted` says why. The
-        row's route is the function's name.
+        The caller always gets the function's own return value, even if it cannot be stored. In that case the row is a
+        tombstone, and duplicate calls raise `AlreadyCompleted`, whose `response.omitted` is `not_encodable` or
+        `too_large`. The row's route is the function's name. If the process dies inside the function, the row becomes
+        stale when the lease ends, and the next call takes it over.
 
         Args:
-            principal, key, fingerprint: constants, or functions of the call's arguments. Such a function is given
-                those arguments that its parameters name; one with other names gets all of them, in order. The
-                default fingerprint is of all arguments, defaults applied, `self` and `cls` left out.
-            operation: by default the function's module and qualified name; name it yourself where the function may
-                move, for a moved one starts anew.
-            lease, wait: as for `claim`.
-            on_error: as for `reserve`; it also covers `recover`.
-            recover: called with the reservation when an earlier attempt did not finish, before the function is run
-                again; it may be an `async def`. It returns what the function might have returned, to be stored and
-                returned; None to run the function; or it raises `HoldForReview`.
-            encode, decode: make a result JSON, and back. Without them a result is plain JSON, or of the dataclass or
-                pydantic model that the return annotation names.
+            principal, key, fingerprint: constants, or functions of the call's arguments. A function receives the
+                arguments that its parameters name; if its parameters have other names, it receives all arguments in
+                order. The default fingerprint covers all arguments, with defaults applied, except `self` and `cls`.
+            operation: defaults to the function's module and qualified name. Set it if the function may be moved or
+                renamed; otherwise that starts new rows.
+            lease: seconds; defaults to the policy's.
+            wait: seconds to wait for a running attempt to finish before raising `KeyInProgress`.
+            on_error: what an exception does to the row, `release`, `hold` or `store`, as in `reserve`; it also
+                applies to `recover`.
+            recover: called with the reservation on a takeover, before the function is run again; it may be an `async
+                def`. It returns the result that the earlier attempt would have returned, which is then stored and
+                returned; or None to run the function; or it raises `HoldForReview`.
+            encode, decode: convert a result to a JSON value and back. Without them, a result is plain JSON, or the
+                dataclass or pydantic model that the return annotation names.
 
         Raises:
-            ConfigurationError: at the decoration, a setting or function that cannot work (a plain function needs
-                `Ledger.once`); at the call, arguments that are not JSON where no `fingerprint` is given.
-            AlreadyCompleted: at the call, the result of the first one was not stored.
-            PreviousAttemptFailed, KeyInProgress, KeyReused, LedgerUnavailable: at the call, as `reserve`.
+            ConfigurationError: at the decoration: a setting or the function is not supported (a plain function needs
+                `Ledger.once`). At the call: the arguments are not JSON, and no `fingerprint` is given.
+            AlreadyCompleted: at the call: an earlier call finished, and its result was not stored.
+            PreviousAttemptFailed, KeyInProgress, KeyReused, LedgerUnavailable, NotDurable, CorruptRow, InvalidKey,
+                InvalidPrincipal: at the call, as `reserve` raises them; the function does not run.
         """
         options = OnceOptions(
             self.policy, principal, key, fingerprint, operation, lease, wait, on_error, recover, encode, decode
@@ -286,7 +346,7 @@ class AsyncLedger(BaseLedger[AsyncClient]):
             async def run(*args: P.args, **kwargs: P.kwargs) -> R:
                 outcome = await self.claim(*once.claim_arguments(args, kwargs))
                 if isinstance(outcome, Replay):
-                    return once.value_of(outcome)  # type: ignore[no-any-return]  # what the function once returned
+                    return once.value_of(outcome)  # type: ignore[no-any-return]  # the stored result of an earlier call
                 async with self._work(reserved(outcome), on_error) as r:
                     with running(r):
                         value: Any = recover(r) if recover is not None and r.taken_over else None
@@ -302,29 +362,41 @@ class AsyncLedger(BaseLedger[AsyncClient]):
         return decorate
 
     async def check(self, *, sample: int = SAMPLE, scratch: bool = True) -> Report:
-        """Examine the server, the client and some rows, for a health endpoint: what `idemredis doctor` prints.
+        """Check the server, the client and a sample of rows, as `idemredis doctor` does; for a health endpoint.
+
+        An unreachable server is a finding of the report, not an exception.
 
         Args:
-            sample: rows to look at, at most.
-            scratch: try the scripts on two rows of its own, which are removed; False changes nothing.
+            sample: how many rows to look at, at most.
+            scratch: run the scripts on two scratch rows, which are removed afterwards; False writes nothing.
         """
-        from ..inspection import doctor  # its import takes 10 ms, which few need
+        from ..inspection import doctor  # imported here, since it takes 10 ms and few callers need it
 
         return await doctor.check_async(
             self.client, self.policy, self.namespace, self._wire.timeout, sample=sample, scratch=scratch
         )
 
     async def settle(self, r: Reservation, ending: Ending) -> None:
-        """Settle the row according to how the work ended. For doors; it never raises because of Redis."""
+        """Settle the row according to how the work ended; for framework adapters.
+
+        Errors are logged and emitted, never raised. If Redis cannot be reached, a completion is retried in the
+        background, as in `complete`.
+
+        Args:
+            r: the reservation; nothing is done if it has ended already.
+            ending: what to do with the row.
+        """
         await self._drive(settle(r, ending, self.policy))
 
     async def close(self) -> None:
-        """Store and release what the running event loop still waits for, for at most about 2 s, and end its task.
+        """Flush the running event loop's pending completions and releases for at most about 2 s, and stop its task.
 
-        `asyncio.run` does the same when it ends. A client that `from_url` made is closed, the caller's own stays open.
+        This also happens when `asyncio.run` ends. A completion that cannot be stored in time is lost:
+        `completion_lost` is emitted, and a retry runs the operation again. A client made by `from_url` is closed; the
+        caller's stays open.
         """
         await self._background.close()
-        if self._made:
+        if self._owns_client:
             await self.client.aclose()
 
     @asynccontextmanager
@@ -352,7 +424,7 @@ class AsyncLedger(BaseLedger[AsyncClient]):
         return self.checkpoint(r, name, data)
 
     async def _drive(self, flow: Flow[T]) -> T:
-        """Run a flow's steps, one after the other, and return what it returns."""
+        """Run a flow's steps one after the other, and return the flow's result."""
         began = time.monotonic()
         result: Any
         try:
@@ -376,10 +448,10 @@ class AsyncLedger(BaseLedger[AsyncClient]):
                 else:
                     step = flow.send(result)
         except StopIteration as end:
-            return end.value  # type: ignore[no-any-return]  # what the generator returns, which its type says
+            return end.value  # type: ignore[no-any-return]  # the generator's return value has type T
 
     async def _evaluate(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Run scripts that have nothing to do with each other; an error is returned in the place of an outcome."""
+        """Run independent scripts; a call that failed has its error in place of an outcome."""
         sent = time.monotonic()
         outcomes = await evaluate_async(self._wire_here(), calls, self._scripts, self.policy)
         for call, outcome in zip(calls, outcomes, strict=True):

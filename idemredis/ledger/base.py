@@ -1,4 +1,4 @@
-"""What both ledgers share: how they are made, and checked arguments turned into flows."""
+"""The base class of both ledgers: construction, and argument checks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = ["MAX_CHECKPOINT", "BaseLedger", "reserved"]
 C = TypeVar("C")
 
 MAX_CHECKPOINT = 4096
-"""Bytes of a checkpoint's JSON: enough for ids and amounts, and small enough to be written often."""
+"""Bytes of a checkpoint's JSON. Enough for ids and amounts, and cheap to write after every step."""
 
 
 class BaseLedger(Generic[C]):
-    """How a ledger is made."""
+    """The constructors and argument checks that `Ledger` and `AsyncLedger` share."""
 
     _client_for: Callable[[str, float], C]
     _check_client: Callable[[object], None]
@@ -49,11 +49,11 @@ class BaseLedger(Generic[C]):
     ) -> None:
         self._check_client(client)
         if not isinstance(namespace, str) or not namespace:
-            raise ConfigurationError(f"namespace must be a str that is not empty, not {namespace!r}")
+            raise ConfigurationError(f"namespace must be a non-empty str, not {namespace!r}")
         self._client: Any = client
         check_seconds("socket_timeout", socket_timeout)
         self._wire = wire(client, socket_timeout)
-        self._made = False  # by us, so that it is ours to close
+        self._owns_client = False  # True if `from_url` made the client; `close` then closes it
         self.policy = Policy() if policy is None else policy
         self.namespace = namespace
         self._scripts = scripts
@@ -74,21 +74,21 @@ class BaseLedger(Generic[C]):
         log_keys: bool = False,
         scripts: Mapping[str, Script] | None = None,
     ) -> Self:
-        """Make a ledger and its client from `redis://`, `rediss://`, `unix://`, or `memory://` (this process alone).
+        """Make a ledger and its client from a `redis://`, `rediss://`, `unix://` or `memory://` URL.
 
-        `memory://NAME` is one store for every ledger of the process that names it; `memory://` is a new one.
+        `memory://` is a new in-process store; all ledgers of the process that use `memory://NAME` share one store.
 
         Args:
             url: where Redis is.
-            policy: how long things last; see `Policy`.
-            namespace: first part of every row's name.
+            policy: lease, retention and other limits; defaults to `Policy()`.
+            namespace: first part of every row's name; use one for each service.
             observers: called with each `Event`.
-            socket_timeout: seconds to wait for a reply; a call that times out is asked once more.
-            log_keys: put raw keys and principals into events.
-            scripts: the Lua to run; for tests that break it on purpose.
+            socket_timeout: seconds to wait for a reply. A claim or completion that times out is sent once more.
+            log_keys: include raw keys and principals in events; by default they have only a digest.
+            scripts: the Lua scripts to run; for tests only.
 
         Raises:
-            ConfigurationError: the URL cannot be used, or `memory://` lacks its extra.
+            ConfigurationError: the URL or a setting is not supported, or `memory://` is used without its extra.
         """
         client = cls._client_for(url, socket_timeout)
         ledger = cls(
@@ -100,7 +100,7 @@ class BaseLedger(Generic[C]):
             log_keys=log_keys,
             scripts=scripts,
         )
-        ledger._made = True
+        ledger._owns_client = True
         return ledger
 
     @property
@@ -119,8 +119,8 @@ class BaseLedger(Generic[C]):
             return
         if clients.is_cluster(self._client):
             raise ConfigurationError(
-                f"min_replicas={self.policy.min_replicas} cannot be promised on a cluster: WAIT must follow the script "
-                "on its own node's connection; set min_replicas=0"
+                f"min_replicas={self.policy.min_replicas} is not supported on a cluster, where WAIT cannot follow the "
+                "script on the same connection; set min_replicas=0"
             )
         timeout = self._wire.timeout
         if self.policy.replica_timeout >= timeout:
@@ -142,7 +142,7 @@ class BaseLedger(Generic[C]):
     ) -> Flow[Outcome]:
         identity = identify(self.namespace, principal, key, operation)
         if not isinstance(fingerprint, str) or not fingerprint:
-            raise ConfigurationError(f"fingerprint must be a str that is not empty, not {fingerprint!r}")
+            raise ConfigurationError(f"fingerprint must be a non-empty str, not {fingerprint!r}")
         if lease is None:
             lease = self.policy.lease
         else:
@@ -164,17 +164,18 @@ class BaseLedger(Generic[C]):
 
     def _checkpoint_flow(self, r: Reservation, name: str, data: object) -> Flow[None]:
         if not isinstance(name, str) or not name:
-            raise ConfigurationError(f"a checkpoint's name must be a str that is not empty, not {name!r}")
+            raise ConfigurationError(f"a checkpoint name must be a non-empty str, not {name!r}")
         text = json.dumps(data, separators=(",", ":"), allow_nan=False)
         if len(text) > MAX_CHECKPOINT:
             raise ConfigurationError(
-                f"checkpoint {name!r} has {len(text)} bytes of JSON; at most {MAX_CHECKPOINT} fit: keep ids, not data"
+                f"checkpoint {name!r} has {len(text)} bytes of JSON, and the limit is {MAX_CHECKPOINT}; "
+                "store ids instead of data"
             )
         return flows.checkpoint(r, name, text, self.policy)
 
 
 def reserved(outcome: Outcome) -> Reservation:
-    """Return the reservation, which takes a `result` or `response` from now on, or raise what a claim found instead."""
+    """Return the reservation with `result` and `response` made settable, or raise the error for another outcome."""
     match outcome:
         case Reservation():
             allow(outcome, "result", "response")

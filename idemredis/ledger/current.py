@@ -1,4 +1,4 @@
-"""`current_reservation`: the reservation of the code that is running, wherever that is."""
+"""`current_reservation`: a proxy for the reservation of the running view or function."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _elsewhere: list[Callable[[], Reservation | None]] = []
 
 @contextmanager
 def running(r: Reservation) -> Iterator[None]:
-    """Make it the current reservation for the block."""
+    """Make `r` the current reservation for the block."""
     token = _current.set(r)
     try:
         yield
@@ -28,7 +28,7 @@ def running(r: Reservation) -> Iterator[None]:
 
 
 def look_also_in(find: Callable[[], Reservation | None]) -> None:
-    """Ask `find` where no block of `running` is open: a door knows its request also after the view has returned."""
+    """Call `find` when no `running` block is active; an adapter finds its request's reservation after the view, too."""
     _elsewhere.append(find)
 
 
@@ -45,13 +45,14 @@ def _get() -> Reservation:
     r = _find()
     if r is None:
         raise NoReservation(
-            "there is no reservation here: no protected view or `once` function is running, or it runs without a key"
+            "there is no reservation: no protected view or `once` function is running, or it runs without a "
+            "key; check `if current_reservation` first"
         )
     return r
 
 
 class _CurrentReservation:
-    """Stands for the reservation of the code that is running; falsy where there is none."""
+    """A proxy for the current reservation; falsy if there is none."""
 
     __slots__ = ()
 
@@ -77,15 +78,15 @@ class _CurrentReservation:
     def __dir__(self) -> list[str]:
         return dir(Reservation)
 
-    @property  # type: ignore[misc]  # so that it is an instance of what it stands for
+    @property  # type: ignore[misc]  # makes isinstance(current_reservation, Reservation) true
     def __class__(self) -> type:
         r = _find()
         return _CurrentReservation if r is None else type(r)
 
 
 current_reservation: Reservation = cast(Reservation, _CurrentReservation())
-"""The `Reservation` of the protected view or `once` function that is running; falsy where there is none.
+"""The `Reservation` of the protected view or `once` function that is running; falsy if there is none.
 
 Raises:
-    NoReservation: an attribute is asked for where there is none.
+    NoReservation: an attribute is accessed, and there is no current reservation.
 """

@@ -1,4 +1,4 @@
-"""What one decorated function is: which row a call of it has, and its result as JSON and back. Pure."""
+"""A function decorated with `once`: the claim arguments of a call, and its result to and from JSON. Pure."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["ClaimArguments", "Once", "OnceOptions", "after_error", "check_on_err
 
 logger = logging.getLogger("idemredis")
 
-LONGEST_MESSAGE = 1000
-"""Characters of an error's text that are kept under `on_error="store"`: what a person reads, not what a page holds."""
+MAX_MESSAGE = 1000
+"""Characters of an error's message that `on_error="store"` keeps. Enough to diagnose; a traceback belongs in a log."""
 
 _JSON = (("content-type", "application/json"),)
 
 
 class ClaimArguments(NamedTuple):
-    """What `claim` is called with, in its own order."""
+    """The arguments of `claim`, in their order."""
 
     principal: object
     key: Any
@@ -61,7 +61,7 @@ class OnceOptions(NamedTuple):
 
 
 class Once:
-    """One decorated function: which row a call of it is, and its result as JSON and back."""
+    """One decorated function: the claim arguments of a call, and its result to and from JSON."""
 
     def __init__(self, options: OnceOptions, function: Callable[..., object], *, asynchronous: bool) -> None:
         _check(options, function, asynchronous)
@@ -70,10 +70,15 @@ class Once:
         self._name = _qualified(function)
         self._signature = inspect.signature(function)
         self._principal, self._key, self._fingerprint = (
-            _chooser(part, self._signature) for part in (options.principal, options.key, options.fingerprint)
+            _value_getter(part, self._signature) for part in (options.principal, options.key, options.fingerprint)
         )
 
     def claim_arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ClaimArguments:
+        """Return the arguments of `claim` for one call of the function.
+
+        Raises:
+            ConfigurationError: there is no `fingerprint` option, and an argument is not JSON.
+        """
         bound = self._signature.bind(*args, **kwargs)
         bound.apply_defaults()
         options = self._options
@@ -90,11 +95,17 @@ class Once:
         )
 
     def response(self, value: object) -> StoredResponse:
+        """Return what to store for a result."""
         encode, _ = self._hooks
         return json_response(value, encode, self._name)
 
     def value_of(self, done: Replay) -> Any:
-        """Return the result that was stored, or raise what stands in its place."""
+        """Return the stored result.
+
+        Raises:
+            PreviousAttemptFailed: a failure was stored.
+            AlreadyCompleted: the result was not stored.
+        """
         if done.failed:
             raise PreviousAttemptFailed(done.response)
         if done.response.omitted:
@@ -110,96 +121,97 @@ class Once:
             return fingerprint_value(arguments)
         except (TypeError, ValueError) as error:
             raise ConfigurationError(
-                f"the arguments of {self._name} are not JSON ({error}); give once a fingerprint= of what counts"
+                f"the arguments of {self._name} are not JSON ({error}); pass fingerprint= to once"
             ) from None
 
     @cached_property
     def _hooks(self) -> tuple[Callable[..., object], Callable[..., object]]:
-        """How a result becomes JSON, and back. Looked up late, for an annotation may name what is defined below."""
+        """The encode and decode functions. Resolved at the first call: annotations may name types defined later."""
         options = self._options
         if options.encode is None and options.decode is None:
             try:
                 kind = typing.get_type_hints(self._function).get("return")
-            except Exception:  # an annotation that cannot be evaluated says nothing
+            except Exception:  # the annotation cannot be evaluated, so the result is treated as plain JSON
                 kind = None
             if isinstance(kind, type) and hasattr(kind, "model_dump") and hasattr(kind, "model_validate"):
-                return _reading_back(lambda value: value.model_dump(mode="json"), kind.model_validate)
+                return _verified(lambda value: value.model_dump(mode="json"), kind.model_validate)
             if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-                return _reading_back(dataclasses.asdict, lambda data: kind(**data))
-        return options.encode or _as_it_is, options.decode or _as_it_is
+                return _verified(dataclasses.asdict, lambda data: kind(**data))
+        return options.encode or _unchanged, options.decode or _unchanged
 
 
 def completed(r: Reservation) -> Ending:
-    """Return how a block ended that raised nothing: with its `response`, or its `result` as JSON."""
+    """Return the ending of a block that raised nothing: complete with its `response`, or its `result` as JSON."""
     return Ending("complete", r.response or json_response(r.result))
 
 
 def after_error(error: BaseException, on_error: OnError) -> Ending:
-    """Return how a block ended that raised: the error's type and text are what a final failure stores."""
+    """Return the ending of a block that raised; a stored failure has the error's type and message."""
     how = of_error(error, on_error)
     if how != "store":
         return Ending(how)
-    facts = {"error": type(error).__name__, "message": str(error)[:LONGEST_MESSAGE]}
+    facts = {"error": type(error).__name__, "message": str(error)[:MAX_MESSAGE]}
     return Ending("fail", StoredResponse(500, _JSON, json.dumps(facts, separators=(",", ":")).encode()))
 
 
 def json_response(
     value: object, encode: Callable[..., object] | None = None, name: str = "the block"
 ) -> StoredResponse:
-    """Return what to store for a result: JSON, or a tombstone where it has none."""
+    """Return what to store for a result: its JSON, or a tombstone if it cannot be encoded."""
     try:
         text = json.dumps(value if encode is None else encode(value), separators=(",", ":"), allow_nan=False)
-    except Exception as error:  # a hook may raise anything, and the work is done
+    except Exception as error:  # `encode` may raise anything; the work is done, so the caller gets its result
         logger.warning("the result of %s cannot be stored as JSON (%s: %s)", name, type(error).__name__, error)
         return StoredResponse(200, omitted="not_encodable")
     return StoredResponse(200, _JSON, text.encode())
 
 
-def _reading_back(
+def _verified(
     write: Callable[[Any], object], read: Callable[[Any], object]
 ) -> tuple[Callable[..., object], Callable[..., object]]:
-    """Refuse to store what duplicates would get back as something else, such as a tuple or a dataclass inside."""
+    """Make `write` raise for a value that would not read back equal, such as a dataclass with a tuple field."""
 
     def checked(value: object) -> object:
         data = write(value)
         if read(json.loads(json.dumps(data))) != value:
-            raise TypeError("it does not read back the same; give encode= and decode=")
+            raise TypeError("it does not read back equal; pass encode= and decode=")
         return data
 
     return checked, read
 
 
-def _as_it_is(value: object) -> object:
+def _unchanged(value: object) -> object:
     return value
 
 
-def _chooser(given: object, function: inspect.Signature) -> Callable[[BoundArguments], object]:
-    """Return how a constant, or a function of a call's arguments, becomes its value for one call."""
-    if not callable(given):
-        return lambda bound: given
+def _value_getter(option: object, function: inspect.Signature) -> Callable[[BoundArguments], object]:
+    """Return a function that computes an option's value for one call; the option is a constant or a function."""
+    if not callable(option):
+        return lambda bound: option
     try:
-        wanted = inspect.signature(given)
-    except (TypeError, ValueError):  # some builtins do not say
-        return lambda bound: given(*bound.args, **bound.kwargs)
-    names = [name for name, p in wanted.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    if names and len(names) == len(wanted.parameters) and function.parameters.keys() >= set(names):
-        return lambda bound: given(**{name: bound.arguments[name] for name in names})
+        signature = inspect.signature(option)
+    except (TypeError, ValueError):  # some builtins have no signature
+        return lambda bound: option(*bound.args, **bound.kwargs)
+    names = [name for name, p in signature.parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    if names and len(names) == len(signature.parameters) and function.parameters.keys() >= set(names):
+        return lambda bound: option(**{name: bound.arguments[name] for name in names})
     try:
-        wanted.bind(
+        signature.bind(
             *(p for p in function.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)),
             **{name: p for name, p in function.parameters.items() if p.kind == p.KEYWORD_ONLY},
         )
     except TypeError:
         raise ConfigurationError(
-            f"a function of {wanted} cannot be given arguments of {function}; use the same names, or take them all"
+            f"a function with parameters {signature} cannot be called with the arguments of {function}; "
+            "use the same parameter names, or accept all of them"
         ) from None
-    return lambda bound: given(*bound.args, **bound.kwargs)
+    return lambda bound: option(*bound.args, **bound.kwargs)
 
 
 def _qualified(function: Callable[..., object]) -> str:
-    """Return module and qualified name; a script's own module by its file's name, as others import it."""
+    """Return module and qualified name; the module of a script is its file's name, as importers see it."""
     module: str = function.__module__
-    if module in ("__main__", "__mp_main__"):  # the second is how multiprocessing runs a script again
+    if module in ("__main__", "__mp_main__"):  # multiprocessing runs a script again as __mp_main__
         names = getattr(inspect.unwrap(function), "__globals__", {})
         spec, file = names.get("__spec__"), names.get("__file__")
         module = spec.name if spec is not None else PurePath(file).stem if file else module
@@ -207,7 +219,7 @@ def _qualified(function: Callable[..., object]) -> str:
 
 
 def check_on_error(on_error: OnError) -> OnError:
-    """Return it, or refuse what is none.
+    """Return `on_error` if it is valid.
 
     Raises:
         ConfigurationError: it is not one of `ON_ERROR`.
@@ -218,25 +230,27 @@ def check_on_error(on_error: OnError) -> OnError:
 
 
 def _check(options: OnceOptions, function: Callable[..., object], asynchronous: bool) -> None:
-    """Refuse at the decoration what could only fail at the first call."""
+    """Raise at the decoration for options that would fail at the first call."""
     check_on_error(options.on_error)
     if options.lease is not None:
         check_lease(options.lease, options.policy.retention)
     if options.wait:
         check_seconds("wait", options.wait)
     if not (options.operation is None or isinstance(options.operation, str)):
-        raise ConfigurationError(f"operation must be a str, or left out, not {options.operation!r}")
+        raise ConfigurationError(f"operation must be a str or None, not {options.operation!r}")
     for name in ("recover", "encode", "decode"):
         hook = getattr(options, name)
         if not (hook is None or callable(hook)):
             raise ConfigurationError(f"{name} must be a function, not {hook!r}")
     if not hasattr(function, "__qualname__"):
-        raise ConfigurationError(f"once decorates functions, not {type(function).__name__}")
+        raise ConfigurationError(f"once decorates functions, not {type(function).__name__} objects")
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigurationError(f"{function.__qualname__} is a generator; once stores what a function returns")
+        raise ConfigurationError(f"{function.__qualname__} is a generator; once needs a function that returns a result")
     if inspect.iscoroutinefunction(function) != asynchronous:
         fix = "use Ledger.once" if asynchronous else "use AsyncLedger.once"
         kind = "a plain function" if asynchronous else "an async def"
         raise ConfigurationError(f"{function.__qualname__} is {kind}; {fix}")
     if not asynchronous and inspect.iscoroutinefunction(options.recover):
-        raise ConfigurationError(f"recover of {function.__qualname__} is an async def; Ledger.once needs a plain one")
+        raise ConfigurationError(
+            f"recover of {function.__qualname__} is an async def; Ledger.once needs a plain function"
+        )

@@ -1,4 +1,4 @@
-"""Runs a ledger's background work in one task of each event loop."""
+"""Run a ledger's background work in one task of each event loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["AsyncBackground"]
 
 
 class AsyncBackground:
-    """Runs the flows in one task an event loop: started when there is something to do, gone when there is not."""
+    """Run flows in one task of each event loop, started when there is work and ended when idle."""
 
     def __init__(
         self, run: Callable[[Sequence[Call[Any]]], Awaitable[list[Result]]], emit: EmitEvent, name: str
@@ -39,17 +39,17 @@ class AsyncBackground:
         self._runners: dict[asyncio.AbstractEventLoop, _Runner] = {}
 
     def run(self, wanted: InBackground) -> None:
-        """Run a flow; where there is no room for it, end it, and it emits what is lost."""
+        """Run a flow; if a limit is reached, end it instead, and it emits what is lost."""
         begun = begin(wanted, self._emit)
         if begun is not None and not self._runner().add(*begun):
             begun[0].advance(GivenUp(), self._emit)
 
     def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat) -> None:
-        """Start a heartbeat when it is first due, unless the lease has ended by then."""
+        """Schedule a heartbeat for a third of the lease from now; it starts if the attempt is still running then."""
         self._runner().start_heartbeat(lease, heartbeat)
 
     async def close(self) -> None:
-        """End this loop's task; it tries what is still to be stored once more, and emits what is lost."""
+        """Stop this loop's task, which retries pending work once and emits what is lost."""
         runner = self._runners.get(asyncio.get_running_loop())
         if runner is not None and runner.task is not None:
             runner.task.cancel()
@@ -82,7 +82,7 @@ class _Runner:
         self._emit = emit
         self._changed = asyncio.Event()
         self._wakes_at = 0.0
-        self._in_hand: list[Job] = []
+        self._running: list[Job] = []
 
     def add(self, job: Job, due: float) -> bool:
         if room := self.agenda.add(job, due):
@@ -100,8 +100,8 @@ class _Runner:
     async def loop(self) -> None:
         try:
             while True:
-                self._in_hand = self.agenda.take(time.monotonic())
-                if self._in_hand:
+                self._running = self.agenda.take(time.monotonic())
+                if self._running:
                     await self._step()
                     continue
                 due = self.agenda.due_at()
@@ -119,20 +119,20 @@ class _Runner:
             raise
 
     async def _step(self) -> None:
-        jobs, slept = self._in_hand, dict[Job, Sleep]()
+        jobs, slept = self._running, dict[Job, Sleep]()
         results: list[Result] = [time.monotonic()] * len(jobs)
         while jobs:
             jobs, calls = advance_all(jobs, results, slept, self._emit)
             try:
                 results = await self._run(calls) if calls else []
-            except Exception as error:  # not Redis's doing: each flow gets the error, and the task goes on
+            except Exception as error:  # not an error of Redis: raise it in each flow, and keep the task running
                 results = [error] * len(jobs)
-        put_back(self.agenda, self._in_hand, slept)
-        self._in_hand = []
+        put_back(self.agenda, self._running, slept)
+        self._running = []
 
     async def _finish(self) -> None:
         until = time.monotonic() + EXIT_WITHIN
-        for job in interrupt(self._in_hand, self._emit) + self.agenda.clear():
+        for job in interrupt(self._running, self._emit) + self.agenda.clear():
             if time.monotonic() < until and isinstance(call := job.advance(time.monotonic(), self._emit), Call):
                 job.advance((await self._run([call]))[0], self._emit)
             job.advance(GivenUp(), self._emit)

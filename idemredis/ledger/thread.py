@@ -1,4 +1,4 @@
-"""Runs a ledger's background work in one daemon thread."""
+"""Run a ledger's background work in one daemon thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("idemredis")
 
 
 class Background:
-    """Runs the flows in one daemon thread: started when there is something to do, and anew after a fork."""
+    """Run flows in one daemon thread, started when there is work and again in a forked child."""
 
     def __init__(self, run: Callable[[Sequence[Call[Any]]], list[Result]], emit: EmitEvent, name: str) -> None:
         self._run = run
@@ -44,17 +44,18 @@ class Background:
         _backgrounds.add(self)
 
     def reset_after_fork(self) -> None:
-        """Begin with nothing, as a forked child does: what its parent holds is the parent's."""
-        self._lock = threading.RLock()  # the collector may settle an abandoned stream in the middle of anything here
+        """Start empty, as a forked child must: pending work belongs to the parent."""
+        # Reentrant, since the garbage collector may settle an abandoned stream while this thread holds the lock.
+        self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._agenda = Agenda()
-        self._in_hand: list[Job] = []
+        self._running: list[Job] = []
         self._thread: threading.Thread | None = None
         self._wakes_at = 0.0
         self._closing = False
 
     def run(self, wanted: InBackground) -> None:
-        """Run a flow; where there is no room for it, end it, and it emits what is lost."""
+        """Run a flow; if a limit is reached, end it instead, and it emits what is lost."""
         begun = begin(wanted, self._emit)
         if begun is None:
             return
@@ -66,13 +67,13 @@ class Background:
             job.advance(GivenUp(), self._emit)
 
     def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat) -> None:
-        """Start a heartbeat when it is first due, unless the lease has ended by then."""
+        """Schedule a heartbeat for a third of the lease from now; it starts if the attempt is still running then."""
         with self._lock:
             self._agenda.add_heartbeat(lease, heartbeat)
             self._wake_by(lease.first_heartbeat_at)
 
     def close(self, seconds: float = EXIT_WITHIN) -> None:
-        """End the thread; try what is still to be stored once more, for about `seconds`, and emit what is lost."""
+        """Stop the thread, retry pending work once for about `seconds` seconds, and emit what is lost."""
         until = time.monotonic() + seconds
         with self._lock:
             self._closing = True
@@ -81,7 +82,7 @@ class Background:
         if thread is not None:
             thread.join(seconds)
         with self._lock:
-            interrupted, self._in_hand = self._in_hand, []
+            interrupted, self._running = self._running, []
             jobs = interrupt(interrupted, self._emit) + self._agenda.clear()
             self._closing = False
         for job in jobs:
@@ -95,8 +96,8 @@ class Background:
             thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError as error:  # the process has too many, or is ending; then `close` does what it can
-                logger.error("no thread for the ledger's background work, until there is more of it: %s", error)
+            except RuntimeError as error:  # too many threads, or the process is exiting; `close` flushes at exit
+                logger.error("cannot start the background thread; it is tried again with the next work: %s", error)
             else:
                 self._thread = thread
         elif due < self._wakes_at:
@@ -117,21 +118,21 @@ class Background:
                         self._thread = None
                         return
                     continue
-                self._in_hand = [job for job in jobs if not job.is_heartbeat]
+                self._running = [job for job in jobs if not job.is_heartbeat]
             slept = self._run_calls(jobs)
             with self._lock:
-                self._in_hand = []
+                self._running = []
                 put_back(self._agenda, jobs, slept)
 
     def _run_calls(self, jobs: list[Job]) -> dict[Job, Sleep]:
-        """Run the calls of all these flows together, until each sleeps or ends."""
+        """Run the calls of these flows in shared round trips until each flow sleeps or ends."""
         slept: dict[Job, Sleep] = {}
         results: list[Result] = [time.monotonic()] * len(jobs)
         while jobs:
             jobs, calls = advance_all(jobs, results, slept, self._emit)
             try:
                 results = self._run(calls) if calls else []
-            except Exception as error:  # not Redis's doing: each flow gets the error, and the thread goes on
+            except Exception as error:  # not an error of Redis: raise it in each flow, and keep the thread running
                 results = [error] * len(jobs)
         return slept
 

@@ -1,4 +1,4 @@
-"""For the person on call: the command line, `tail`, and what is done to a row by hand.
+"""Tools for the person on call: the command line, `tail`, and interventions in single rows.
 
-Nothing imports it. A change here is seen by people at a terminal: look at it there, at 80 columns and piped.
+No other part of the package imports it. Check changes in a terminal, at 80 columns and piped.
 """

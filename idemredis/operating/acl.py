@@ -1,4 +1,4 @@
-"""The `ACL SETUSER` lines: what each kind of user may do, and nothing else."""
+"""The `ACL SETUSER` lines, which allow each kind of user exactly what it needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _APP = (
     "wait",
     "client|setinfo",
 )
-"""What the scripts call, `min_replicas`, and how redis-py introduces itself."""
+"""Commands of the scripts, WAIT for `min_replicas`, and CLIENT SETINFO, which redis-py sends on connecting."""
 
 _VIEWER = (
     "ping",
@@ -46,41 +46,43 @@ _VIEWER = (
     "unsubscribe",
     "cluster|slots",
 )
-"""Looks at everything, changes nothing: EVAL may call no more than the user may. HGETALL is for redis-cli."""
+"""Read-only: a script may call only what its user may. HGETALL is for redis-cli."""
 
 _OPERATOR = (*_VIEWER, "hset", "pexpire", "del", "watch", "unwatch", "multi", "exec")
 
 _CLUSTER = ("cluster|slots", "cluster|info", "command", "asking")
-"""How a cluster's client finds its way."""
+"""Commands that a cluster client needs to find the right server."""
 
 _COMMANDS = {"app": _APP, "viewer": _VIEWER, "operator": _OPERATOR}
 
 _FOR = {
-    "app": "the application: claims, completes, replays",
-    "viewer": "a person who looks: ls, show, stats, tail, doctor --read-only",
-    "operator": "a person who also settles: release, resolve, forget, doctor",
+    "app": "the application",
+    "viewer": "a person with read access: ls, show, stats, tail, doctor --read-only",
+    "operator": "a person who also changes rows: release, resolve, forget, doctor",
 }
 
 
 class User(NamedTuple):
-    """What a user is for, and the words of its ACL SETUSER."""
+    """A Redis user: its role, its purpose, and the rules of its ACL SETUSER line."""
 
     role: Role
     what_for: str
     rules: tuple[str, ...]
 
     def line(self, password: str = "PASSWORD") -> str:
-        """Return the line for redis-cli, quoted for a shell."""
+        """Return the ACL SETUSER line for redis-cli, quoted for a shell."""
         return f"ACL SETUSER idemredis-{self.role} on '>{password}' {' '.join(map(_quoted, self.rules))}"
 
 
 def users(namespace: str, cluster: bool = False, setinfo: bool = True) -> list[User]:
-    """Return the users of one namespace. Only the app may publish to its channel, only people may listen to it.
+    """Return the users for one namespace.
+
+    Only the app may publish on the namespace's channel, and only viewer and operator may subscribe to it.
 
     Args:
-        namespace: of the rows.
-        cluster: add what a cluster's client needs.
-        setinfo: False for Redis before 7.2, which has no CLIENT SETINFO and refuses a line that names it.
+        namespace: first part of the rows' names.
+        cluster: add the commands that a cluster client needs.
+        setinfo: False for Redis before 7.2, which rejects a line that names CLIENT SETINFO.
     """
     made = []
     for role in ROLES:

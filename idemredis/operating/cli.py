@@ -1,6 +1,6 @@
-"""`idemredis`: what is in the ledger, is this Redis fit for it, what is happening now.
+"""The command `idemredis`: inspect a ledger, check its server, and change single rows.
 
-Exit codes: 0 done; 1 a problem was found, or it was refused; 2 the server cannot be reached, or wrong usage.
+Exit codes: 0 success; 1 a problem was found, or the action was refused; 2 the server cannot be reached, or usage error.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _audit = logging.getLogger("idemredis.audit")
 
 
 class Commands(click.Group):
-    """Says what went wrong in one line, by the exit codes."""
+    """A group whose commands print errors as one line and exit with the documented codes."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command."""
+        """Run a command, turning errors into a message and an exit code."""
         try:
             return super().invoke(ctx)
         except LedgerUnavailable as error:
             cause = error.__cause__ or error
             if is_denied(cause):
-                _end(1, f"this user may not do that: {cause} (`idemredis acl` prints what each user needs)")
+                _end(1, f"this user may not do that: {cause} (`idemredis acl` prints the rules that each user needs)")
             if is_refusal(cause):
                 _end(1, f"refused: {cause}")
             _end(2, f"cannot reach the server: {cause}")
@@ -57,7 +57,7 @@ audit_log_option = click.option(
     envvar="IDEMREDIS_AUDIT_LOG",
     show_envvar=True,
     type=click.Path(dir_okay=False),
-    help="File that gets a line for each release, resolve and forget; else stderr.",
+    help="File to which each release, resolve and forget adds a line; default: stderr.",
 )
 
 
@@ -68,7 +68,7 @@ audit_log_option = click.option(
     show_envvar=True,
     default="redis://127.0.0.1:6379/0",
     show_default=True,
-    help="Of the server, or of any server of a cluster: redis://, rediss://, unix://.",
+    help="URL of the server, or of any server of a cluster: redis://, rediss:// or unix://.",
 )
 @click.option(
     "--namespace",
@@ -83,20 +83,20 @@ audit_log_option = click.option(
     type=click.FloatRange(0.01),
     default=SOCKET_TIMEOUT,
     show_default=True,
-    help="Seconds to wait for a reply of the server.",
+    help="Seconds to wait for a reply from the server.",
 )
 @audit_log_option
 @click.version_option(package_name="idemredis")
 @click.pass_context
 def main(ctx: click.Context, url: str, namespace: str, timeout: float, audit_log: str | None) -> None:
-    """Look at an Idempotency-Key ledger, and settle its rows by hand."""
+    """Inspect an Idempotency-Key ledger, and settle its rows by hand."""
     ctx.obj = Session(url, namespace, timeout)
     ctx.call_on_close(ctx.obj.close)
     log_audit(ctx, audit_log)
 
 
 def log_audit(ctx: click.Context, path: str | None) -> None:
-    """Write the log of releases, resolutions and deletions to a file, or to stderr, while the command runs."""
+    """Send the audit log to a file, or to stderr, while the command runs."""
     handler = logging.FileHandler(path) if path else logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(name)s %(message)s"))
     _audit.addHandler(handler)

@@ -1,4 +1,4 @@
-"""What can be asked of a ledger from a command line, and done to its rows by hand. The groups are in `cli`."""
+"""The commands of `idemredis` and `flask idempotency`; `cli` and `in_flask` have their groups."""
 
 from __future__ import annotations
 
@@ -44,24 +44,26 @@ __all__ = ["COMMANDS", "EXIT_CODES", "Aborted", "Session"]
 
 COMMANDS: list[click.Command] = []
 
-EXIT_CODES = "Exit codes: 0 done; 1 a problem was found, or it was refused; 2 cannot reach the server, or wrong usage."
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 a problem was found, or the action was refused; 2 server unreachable, or usage error."
+)
 
-LISTED = 100
-"""Rows that `ls` shows, where nobody asks for more."""
+DEFAULT_LIMIT = 100
+"""Rows that `ls` lists by default; more do not fit a screen."""
 
-EXAMINED = 1000
-"""Rows that `doctor` looks at."""
+DEFAULT_SAMPLE = 1000
+"""Rows that `doctor` checks by default, in a fraction of a second."""
 
 
 class Aborted(IdempotencyError):
-    """The person who was asked said no."""
+    """The person did not confirm the action."""
 
     def __init__(self) -> None:
-        super().__init__("left as it is")
+        super().__init__("aborted; the row was not changed")
 
 
 class Session:
-    """Which ledger the commands are about; reached when a command first needs it."""
+    """The ledger that the commands use; it connects when a command first needs it."""
 
     def __init__(self, url: str, namespace: str, timeout: float) -> None:
         self.namespace = namespace
@@ -70,26 +72,26 @@ class Session:
 
     @cached_property
     def ledger(self) -> Ledger:
-        """The ledger itself."""
+        """The ledger."""
         return Ledger(connect(self._url, self._timeout), namespace=self.namespace)
 
     def close(self) -> None:
-        """Close what this session opened."""
+        """Close the connections that this session opened."""
         if "ledger" in self.__dict__:
             self.ledger.close()
             self.ledger.client.close()
 
     def identity(self, principal: str, operation: str, key: str) -> Identity:
-        """Name a row."""
+        """Return the identity of a row."""
         return identify(self.namespace, principal, key, operation)
 
 
 def _command(*options: Callable[[Any], Any]) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a command, with its options and `--json`."""
+    """Make a command with these options and `--json`, and add it to `COMMANDS`."""
 
     def decorate(function: Callable[..., None]) -> click.Command:
         decorated: Any = click.pass_obj(function)
-        for option in (click.option("--json", "as_json", is_flag=True, help="For machines."), *reversed(options)):
+        for option in (click.option("--json", "as_json", is_flag=True, help="Print JSON."), *reversed(options)):
             decorated = option(decorated)
         command = click.command(function.__name__.rstrip("_"), epilog=EXIT_CODES)(decorated)
         COMMANDS.append(command)
@@ -100,51 +102,55 @@ def _command(*options: Callable[[Any], Any]) -> Callable[[Callable[..., None]], 
 
 _PRINCIPAL = click.argument("principal")
 _KEY = click.argument("key")
-_OPERATION = click.option("--operation", default="", help="Third part of the row's identity, where it has one.")
-_YES = click.option("--yes", is_flag=True, help="Do not ask.")
+_OPERATION = click.option("--operation", default="", help="Operation of the row, if it has one.")
+_YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 
 
 @_command(
-    click.option("--principal", default="", help="Only this one's rows."),
-    click.option("--status", type=click.Choice(STATUSES), help="Only rows of this status."),
-    click.option("--digest", default="", help="Only the row that logs and events call so (or whose digest begins so)."),
-    click.option("--limit", type=click.IntRange(1), default=LISTED, show_default=True, help="Rows to show at most."),
+    click.option("--principal", default="", help="Only rows of this principal."),
+    click.option("--status", type=click.Choice(STATUSES), help="Only rows with this status."),
+    click.option(
+        "--digest", default="", help="Only the row with this digest, as in logs and events; a prefix will do."
+    ),
+    click.option(
+        "--limit", type=click.IntRange(1), default=DEFAULT_LIMIT, show_default=True, help="List at most so many rows."
+    ),
 )
 def ls(session: Session, as_json: bool, principal: str, status: str | None, digest: str, limit: int) -> None:
-    """List rows, those that want a look first."""
-    with scanning(_names(session)) as passed:
+    """List rows, those that need attention first."""
+    with scanning(_count_names(session)) as advance:
         wanted = (
-            found
-            for found in rows.scan(session.ledger.client, session.namespace, principal, passed)
-            if status in (None, found.status) and found.digest.startswith(digest)
+            row
+            for row in rows.scan(session.ledger.client, session.namespace, principal, advance)
+            if status in (None, row.status) and row.digest.startswith(digest)
         )
-        shown = {found.identity.row: found for found in islice(wanted, limit + 1)}
-    listed = sorted(shown.values(), key=lambda found: (STATUSES.index(found.status), found.claimed_at or 0.0))[:limit]
+        scanned = {row.identity.row: row for row in islice(wanted, limit + 1)}
+    listed = sorted(scanned.values(), key=lambda row: (STATUSES.index(row.status), row.claimed_at or 0.0))[:limit]
     if as_json:
-        print_json([as_dict(found) for found in listed])
+        print_json([as_dict(row) for row in listed])
         return
-    show_table(COLUMNS, [as_line(found) for found in listed])
-    if len(shown) > limit:
-        click.echo(f"more than {limit} rows; narrow it down, or raise --limit", err=True)
+    show_table(COLUMNS, [as_line(row) for row in listed])
+    if len(scanned) > limit:
+        click.echo(f"more than {limit} rows; use --principal or --status, or raise --limit", err=True)
 
 
 @_command(
     _PRINCIPAL,
     _KEY,
     _OPERATION,
-    click.option("--body", is_flag=True, help="Print the stored body too: for the client's eyes, mostly."),
-    click.option("--downstream", metavar="NAME", help="Print the key that the service NAME was given for this row."),
+    click.option("--body", is_flag=True, help="Print the stored body too; it may have the client's private data."),
+    click.option("--downstream", metavar="NAME", help="Print the row's downstream key for the service NAME."),
 )
 def show(
     session: Session, as_json: bool, principal: str, key: str, operation: str, body: bool, downstream: str | None
 ) -> None:
     """Show one row, decoded."""
     identity = session.identity(principal, operation, key)
-    found = interventions.find(session.ledger, identity.row)
-    if found is None:
-        raise interventions.Refused("there is no such row: it was never claimed, or it expired")
-    facts = as_dict(found)
-    if found.status != "corrupt":
+    summary = interventions.find(session.ledger, identity.row)
+    if summary is None:
+        raise interventions.Refused("there is no such row: it was never claimed, or it has expired")
+    facts = as_dict(summary)
+    if summary.status != "corrupt":
         row = session.ledger.read(principal, key, operation)
         if row is not None:
             facts |= {"fingerprint": row.fingerprint, "owner": row.owner, "retention": row.retention}
@@ -165,39 +171,42 @@ def show(
 
 @_command()
 def stats(session: Session, as_json: bool) -> None:
-    """Count rows by status, and say what memory they need."""
-    with scanning(_names(session)) as passed:
-        found = rows.stats(session.ledger.client, session.namespace, passed)
+    """Count rows by status, and estimate the memory they need."""
+    with scanning(_count_names(session)) as advance:
+        totals = rows.stats(session.ledger.client, session.namespace, advance)
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(totals))
         return
-    show_table(("STATUS", "ROWS"), [(status, str(found.counts[status])) for status in STATUSES])
+    show_table(("STATUS", "ROWS"), [(status, str(totals.counts[status])) for status in STATUSES])
     click.echo()
-    oldest = "none" if found.oldest_pending is None else f"claimed {duration(found.oldest_pending)} ago"
+    oldest = "none" if totals.oldest_pending is None else f"claimed {duration(totals.oldest_pending)} ago"
     click.echo(f"oldest pending   {oldest}")
-    click.echo(f"bytes per row    {'unknown' if found.row_bytes is None else f'{found.row_bytes:.0f} (sampled)'}")
-    click.echo(f"rate             {found.rate * 60:.1f} new rows a minute")
-    click.echo(f"a day's rows     {'unknown' if found.day_bytes is None else size(found.day_bytes)} at that rate")
-    if found.lasting:
-        click.echo(f"without a TTL    {found.lasting}: see `idemredis doctor`")
+    click.echo(f"bytes per row    {'unknown' if totals.row_bytes is None else f'{totals.row_bytes:.0f} (sampled)'}")
+    click.echo(f"rate             {totals.rate * 60:.1f} new rows a minute")
+    click.echo(f"memory per day   {'unknown' if totals.day_bytes is None else size(totals.day_bytes)} at that rate")
+    if totals.lasting:
+        click.echo(f"without a TTL    {totals.lasting}; run `idemredis doctor`")
 
 
 @_command(_PRINCIPAL, _KEY, _OPERATION, _YES)
 def release(session: Session, as_json: bool, principal: str, key: str, operation: str, yes: bool) -> None:
-    """End the lease of the attempt that holds a row: its writes are refused from now on, and the next retry runs."""
+    """End the lease of the attempt that holds a row.
+
+    The attempt's writes are refused from now on, and the client's next retry runs at once.
+    """
     identity = session.identity(principal, operation, key)
-    question = "Release it? If its attempt is alive after all, the work may be done twice."
-    done = interventions.release(session.ledger, identity, _confirm(question, yes))
-    _settled(done, as_json, "released", "the client's next retry takes it over at once, at the next generation")
+    prompt = "Release this row? If its attempt is still alive, the work may be done twice."
+    done = interventions.release(session.ledger, identity, _confirm(prompt, yes))
+    _print_result(done, as_json, "released", "the client's next retry takes the row over at the next generation")
 
 
 @_command(
     _PRINCIPAL,
     _KEY,
     _OPERATION,
-    click.option("--status", type=click.IntRange(100, 999), required=True, help="Of the answer."),
-    click.option("--body-file", type=click.File("rb"), help="Its body; - for stdin."),
-    click.option("--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="Of the answer; more than once."),
+    click.option("--status", type=click.IntRange(100, 999), required=True, help="Status of the response."),
+    click.option("--body-file", type=click.File("rb"), help="File with the body; - for stdin."),
+    click.option("--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="A header; may be repeated."),
     _YES,
 )
 def resolve(
@@ -211,35 +220,42 @@ def resolve(
     headers: tuple[str, ...],
     yes: bool,
 ) -> None:
-    """Store the answer of a stale row by hand: every retry gets it, and nothing runs.
+    """Store the response of a stale row by hand.
 
-    For a row held for review, or one whose work you know to be done. Look downstream first (`show --downstream`).
+    Every retry gets this response, and nothing runs. Use it for a row that is held for review, or whose work is known
+    to be done. Check with the downstream service first; `show --downstream` prints the key that it received.
     """
     identity = session.identity(principal, operation, key)
     response = _response(status, body_file.read() if body_file else b"", headers)
-    question = f"Store {status} with {len(response.body)} bytes as its answer, for good?"
-    done = interventions.resolve(session.ledger, identity, response, _confirm(question, yes))
-    _settled(done, as_json, "completed", f"every retry is answered {status} from now on, and nothing runs")
+    prompt = f"Store status {status} and a body of {len(response.body)} bytes as the final response of this row?"
+    done = interventions.resolve(session.ledger, identity, response, _confirm(prompt, yes))
+    _print_result(done, as_json, "completed", f"every retry gets status {status} from now on, and nothing runs")
 
 
 @_command(_PRINCIPAL, _KEY, _OPERATION, _YES)
 def forget(session: Session, as_json: bool, principal: str, key: str, operation: str, yes: bool) -> None:
-    """Delete a row that no attempt holds: a retry then runs as if for the first time."""
+    """Delete a row that no attempt holds.
+
+    A retry then runs the operation as a new claim, even if it was done before.
+    """
     identity = session.identity(principal, operation, key)
-    question = "Delete it? A retry will run the operation again, whatever was done before."
-    done = interventions.forget(session.ledger, identity, _confirm(question, yes))
-    _settled(done, as_json, "forgotten", "a retry runs the operation again, as generation 1")
+    prompt = "Delete this row? A retry will run the operation again, even if it was done before."
+    done = interventions.forget(session.ledger, identity, _confirm(prompt, yes))
+    _print_result(done, as_json, "forgotten", "a retry runs the operation again, at generation 1")
 
 
 @_command(
-    click.option("--verbose", is_flag=True, help="Renewals too."),
-    click.option("--seconds", type=click.FloatRange(0), help="End after so long; else at Ctrl-C."),
+    click.option("--verbose", is_flag=True, help="Print renewals too."),
+    click.option("--seconds", type=click.FloatRange(0), help="Stop after this time; default: at Ctrl-C."),
 )
 def tail(session: Session, as_json: bool, verbose: bool, seconds: float | None) -> None:
-    """Print claims, takeovers, completions, fences and failures as they happen."""
+    """Print events as they happen.
+
+    Events that write nothing, such as replays and fenced attempts, are shown if the application has a Publisher.
+    """
     until = None if seconds is None else time.monotonic() + seconds
     with closing(tailing.Tail(session.ledger.client, session.namespace)) as listening:
-        click.echo(f"idemredis: {_what_is_heard(listening)}; Ctrl-C ends", err=True)
+        click.echo(f"idemredis: {_listening_to(listening)}; Ctrl-C to stop", err=True)
         try:
             while until is None or time.monotonic() < until:
                 for event in listening.look():
@@ -251,7 +267,10 @@ def tail(session: Session, as_json: bool, verbose: bool, seconds: float | None) 
 
 @_command(click.argument("name", default=""))
 def scripts(session: Session, as_json: bool, name: str) -> None:
-    """Print the Lua as it is sent, numbered: all names, or the script NAME (or the one whose SHA begins so)."""
+    """List the Lua scripts, or print one.
+
+    NAME is a script's name or the first characters of its SHA1, as in SLOWLOG. Lines are numbered as in error messages.
+    """
     loaded = lua.load()
     if not name:
         if as_json:
@@ -268,19 +287,22 @@ def scripts(session: Session, as_json: bool, name: str) -> None:
             for number, line in enumerate(script.text.splitlines(), 1):
                 click.echo(f"{number:4}  {line}".rstrip())
             return
-    raise click.BadParameter(f"there is no script {name!r}; there are {', '.join(loaded)}", param_hint="NAME")
+    raise click.BadParameter(f"there is no script {name!r}; the scripts are {', '.join(loaded)}", param_hint="NAME")
 
 
-@_command(click.option("--cluster", is_flag=True, help="For a cluster, where none can be reached to be asked."))
+@_command(click.option("--cluster", is_flag=True, help="Print the lines for a cluster, even if none can be reached."))
 def acl(session: Session, as_json: bool, cluster: bool) -> None:
-    """Print the ACL SETUSER lines for the application, and for people who look and who settle."""
+    """Print the ACL SETUSER lines for each user.
+
+    The users are the application, people who view rows, and people who also change them.
+    """
     try:
         info = ask(primaries(session.ledger.client)[0], "INFO")
         cluster = cluster or is_cluster(session.ledger.client)
         setinfo = "valkey_version" in info or not info["redis_version"].startswith(("6.", "7.0."))
     except LedgerUnavailable:
         setinfo = True
-        click.echo("idemredis: no server could be asked; these are for Redis 7.2 and later, and Valkey", err=True)
+        click.echo("idemredis: no server reachable; these lines are for Valkey, and Redis 7.2 or later", err=True)
     users = acl_lines.users(session.namespace, cluster, setinfo)
     if as_json:
         print_json([{"role": user.role, "for": user.what_for, "line": user.line()} for user in users])
@@ -290,14 +312,19 @@ def acl(session: Session, as_json: bool, cluster: bool) -> None:
 
 
 @_command(
-    click.option("--read-only", is_flag=True, help="Do not try the scripts on scratch rows."),
-    click.option("--sample", type=click.IntRange(0), default=EXAMINED, show_default=True, help="Rows to look at."),
+    click.option("--read-only", is_flag=True, help="Do not run the scripts on scratch rows."),
+    click.option(
+        "--sample", type=click.IntRange(0), default=DEFAULT_SAMPLE, show_default=True, help="Rows to check at most."
+    ),
 )
 def doctor_(session: Session, as_json: bool, read_only: bool, sample: int) -> None:
-    """Examine the server: each line ok, unknown, warning or problem, with the reason and the command that mends it."""
+    """Check the server, the client and some rows.
+
+    Each finding is ok, unknown, warning or problem, with its reason and a command or setting that fixes it.
+    """
     try:
         report = session.ledger.check(sample=sample, scratch=not read_only)
-    except LedgerUnavailable as error:  # so early that there is no client to check
+    except LedgerUnavailable as error:  # raised while connecting, so there is no client to check
         report = doctor.unreachable(error)
     if as_json:
         print_json(report.as_dict())
@@ -310,26 +337,26 @@ def doctor_(session: Session, as_json: bool, read_only: bool, sample: int) -> No
     raise SystemExit(0 if report.healthy else 1 if report.reachable else 2)
 
 
-def _confirm(question: str, yes: bool) -> interventions.Confirm:
-    def confirm(found: RowSummary) -> bool:
+def _confirm(prompt: str, yes: bool) -> interventions.Confirm:
+    def confirm(row: RowSummary) -> bool:
         if yes:
             return True
-        show_table(COLUMNS, [as_line(found)])
-        return click.confirm(question, err=True)
+        show_table(COLUMNS, [as_line(row)])
+        return click.confirm(prompt, err=True)
 
     return confirm
 
 
-def _what_is_heard(listening: tailing.Tail) -> str:
+def _listening_to(listening: tailing.Tail) -> str:
     if listening.sees_rows:
         return "listening"
     return (
-        f"this server does not tell which rows are written ({listening.why_not}); "
-        "listening to what applications with a Publisher tell"
+        f"this server does not report which rows are written ({listening.why_not}); "
+        "listening to the events of applications with a Publisher only"
     )
 
 
-def _settled(done: bool, as_json: bool, what: str, next_: str) -> None:
+def _print_result(done: bool, as_json: bool, what: str, next_: str) -> None:
     if not done:
         raise Aborted
     if as_json:
@@ -343,19 +370,22 @@ def _response(status: int, body: bytes, headers: tuple[str, ...]) -> StoredRespo
     for header in headers:
         name, colon, value = header.partition(":")
         if not colon or not storable_names([name.strip()]):
-            raise click.BadParameter(f"{header!r} is not NAME: VALUE, or is never replayed", param_hint="--header")
+            raise click.BadParameter(
+                f"{header!r} is not of the form NAME: VALUE, or is a header that is never replayed",
+                param_hint="--header",
+            )
         pairs.append((name.strip(), value.strip()))
     if body and not any(name.lower() == "content-type" for name, _ in pairs):
         try:
             json.loads(body)
         except ValueError:
-            raise click.UsageError("say what the body is: --header 'Content-Type: …'") from None
+            raise click.UsageError("the body is not JSON; add its type with --header 'Content-Type: …'") from None
         pairs.append(("Content-Type", "application/json"))
     return StoredResponse(status, tuple(pairs), body)
 
 
-def _names(session: Session) -> int:
-    """How many keys there are on all servers, as far as they say."""
+def _count_names(session: Session) -> int:
+    """Return the number of keys on all servers; servers that refuse DBSIZE are not counted."""
     total = 0
     for node in primaries(session.ledger.client):
         try:

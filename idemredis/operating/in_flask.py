@@ -1,4 +1,4 @@
-"""`flask idempotency …`: the same commands, for the ledger of a Flask application."""
+"""`flask idempotency …`: the commands of `idemredis`, for the ledger of a Flask application."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _AppSession(Session):
         self.ledger = ledger
 
     def close(self) -> None:
-        """Leave the application's client open."""
+        """Do nothing: the client belongs to the application."""
 
 
 @click.group("idempotency", cls=Commands, epilog=EXIT_CODES)
@@ -28,10 +28,10 @@ class _AppSession(Session):
 @with_appcontext
 @click.pass_context
 def commands(ctx: click.Context, audit_log: str | None) -> None:
-    """Look at this application's Idempotency-Key ledger, and settle its rows by hand."""
+    """Inspect this application's Idempotency-Key ledger, and settle its rows by hand."""
     state = current_app.extensions.get("idemredis")
     if state is None:
-        raise click.UsageError("this application has no Idempotency; call init_app first")
+        raise click.UsageError("this application has no Idempotency; call Idempotency.init_app(app) first")
     ctx.obj = _AppSession(state.ledger)
     log_audit(ctx, audit_log)
 

@@ -1,6 +1,7 @@
-"""What a person does to a row by hand: release it, resolve it, forget it. Each is fenced to the row that was shown.
+"""Release, resolve or forget a row by hand; each acts only on the row as it was shown to the person.
 
-Each leaves one line in the log `idemredis.audit`: who, what, the row's digest, how it ended; no key, no principal.
+Each writes one line to the log `idemredis.audit`: the user, the action, the row's digest and the result, but no key and
+no principal.
 """
 
 from __future__ import annotations
@@ -33,102 +34,104 @@ __all__ = ["Confirm", "Refused", "find", "forget", "release", "reservation_of", 
 audit = logging.getLogger("idemredis.audit")
 
 Confirm: TypeAlias = Callable[[RowSummary], bool]
-"""Shown the row, asked whether to go on."""
+"""Shows the row to the person, and returns whether they confirm."""
 
 Action: TypeAlias = Literal["release", "resolve", "forget"]
 
 LEASE = 30.0
-"""Seconds for which a person's attempt holds a row between taking it over and storing the answer."""
+"""Seconds between taking a row over and storing its response; both follow at once."""
 
 
 class Refused(IdempotencyError):
-    """The row is not in a state for it; the message says what to do instead. Nothing was changed."""
+    """The row's state does not allow the action; the message has the alternative. Nothing was changed."""
 
 
 def find(ledger: Ledger, row: str) -> RowSummary | None:
-    """Look at one row.
+    """Return the summary of one row, or None if there is none.
 
     Raises:
-        LedgerUnavailable: Redis did not answer, or refused.
+        LedgerUnavailable: Redis was unreachable, refused the call, or was too slow.
     """
     return look(ledger.client, holder(ledger.client, row), [row])[0]
 
 
 def reservation_of(row: Row) -> Reservation:
-    """Return the reservation that owns a row: its right is in the row, for whoever may read it."""
+    """Return the reservation that owns a row; whoever can read the row has its owner token."""
     return Reservation(
         row.identity, row.fingerprint, row.generation, row.owner, row.last_checkpoint, Lease(LEASE, 0.0), row.route
     )
 
 
 def release(ledger: Ledger, identity: Identity, confirm: Confirm) -> bool:
-    """End the lease of the attempt that was shown: its own writes are refused, and the next retry runs at once.
+    """End the lease of the attempt that was shown, so that its writes are refused and the next retry runs at once.
 
     Returns:
-        False when the person did not confirm.
+        False if the person did not confirm.
 
     Raises:
         Refused: the row is not pending.
         FencedOut: the row changed after it was shown; nothing was changed.
-        LedgerUnavailable, CorruptRow: as `Ledger.read`.
+        LedgerUnavailable: Redis was unreachable, refused the call, or was too slow.
+        CorruptRow: the row was not written by this ledger, or was edited.
     """
     found, row = _shown(ledger, identity)
     if row.status != "pending":
-        raise Refused(f"the row is {row.status}, so no attempt holds it; `forget` would let a retry run it again")
+        raise Refused(f"the row is {row.status}, so no attempt holds it; use `forget` to let a retry run it again")
     if not confirm(found):
         return False
-    with _Audit("release", identity, row.generation), closing(_as_kept(ledger, row)) as kept:
-        kept.release(reservation_of(row))
+    with _Audit("release", identity, row.generation), closing(_with_retention_of(row, ledger)) as own:
+        own.release(reservation_of(row))
     return True
 
 
 def resolve(ledger: Ledger, identity: Identity, response: StoredResponse, confirm: Confirm) -> bool:
-    """Take a stale row over at the generation that was shown, and store the answer that a person found to be true.
+    """Take a stale row over at the generation that was shown, and store the response that a person supplies.
 
     Returns:
-        False when the person did not confirm.
+        False if the person did not confirm.
 
     Raises:
         Refused: the row is finished, or an attempt still holds it.
         FencedOut: the row changed after it was shown; nothing was changed.
-        LedgerUnavailable, CorruptRow: as `Ledger.read`. It may be stored all the same: look at the row again.
+        LedgerUnavailable: the response may or may not have been stored; look at the row again.
+        CorruptRow: the row was not written by this ledger, or was edited.
     """
     found, row = _shown(ledger, identity)
     if found.status == "pending":
         raise Refused(
-            f"an attempt holds the row for {row.lease_left:.1f} s more; `release` it first if it is dead or hung"
+            f"an attempt holds the row for {row.lease_left:.1f} s more; `release` the row first if it is dead or hung"
         )
     if found.status != "stale":
-        raise Refused(f"the row is {row.status} already; its answer is never replaced")
+        raise Refused(f"the row is {row.status} already; its response is never replaced")
     if not confirm(found):
         return False
-    with _Audit("resolve", identity, row.generation), closing(_as_kept(ledger, row)) as kept:
+    with _Audit("resolve", identity, row.generation), closing(_with_retention_of(row, ledger)) as own:
         take = operations.takeover(
             identity,
             row.generation,
             secrets.token_hex(8),
             row.fingerprint,
-            kept.policy.lease,
-            kept.policy.retention,
+            own.policy.lease,
+            own.policy.retention,
             row.route,
         )
         taken = raised(evaluate(wire(ledger.client), [take])[0])
         if isinstance(taken, Lost):
-            raise FencedOut("the row changed after it was shown; nothing was changed: look at it again")
-        kept.complete(taken, response)
+            raise FencedOut("the row changed after it was shown; nothing was changed: look at the row again")
+        own.complete(taken, response)
     return True
 
 
 def forget(ledger: Ledger, identity: Identity, confirm: Confirm) -> bool:
-    """Delete a row that no attempt holds: a retry then runs as if for the first time, at generation 1.
+    """Delete a row that no attempt holds, so that a retry runs as a new claim at generation 1.
 
     Returns:
-        False when the person did not confirm.
+        False if the person did not confirm.
 
     Raises:
         Refused: there is no such row, or an attempt holds it.
         FencedOut: the row changed after it was shown; nothing was changed.
-        LedgerUnavailable: Redis did not answer, or refused.
+        LedgerUnavailable: Redis was unreachable, refused the call, or was too slow.
     """
     node = holder(ledger.client, identity.row)
     try:
@@ -139,7 +142,7 @@ def forget(ledger: Ledger, identity: Identity, confirm: Confirm) -> bool:
                 raise Refused("there is no such row")
             if found.row is not None and found.status == "pending":
                 left = found.row.lease_left
-                raise Refused(f"an attempt holds the row for {left:.1f} s more; `release` it first, or wait")
+                raise Refused(f"an attempt holds the row for {left:.1f} s more; `release` the row first, or wait")
             if not confirm(found):
                 return False
             with _Audit("forget", identity, found.generation):
@@ -149,7 +152,7 @@ def forget(ledger: Ledger, identity: Identity, confirm: Confirm) -> bool:
                     transaction.execute()
                 except WatchError:
                     raise FencedOut(
-                        "the row changed after it was shown; nothing was deleted: look at it again"
+                        "the row changed after it was shown; nothing was deleted: look at the row again"
                     ) from None
                 except ERRORS as error:
                     raise map_error(error, 0.0) from error
@@ -166,15 +169,15 @@ def _shown(ledger: Ledger, identity: Identity) -> tuple[RowSummary, Row]:
     return found, row
 
 
-def _as_kept(ledger: Ledger, row: Row) -> Ledger:
-    """Return a ledger that keeps the row as long as its application does."""
+def _with_retention_of(row: Row, ledger: Ledger) -> Ledger:
+    """Return a ledger with the row's own retention, which may differ from this host's policy."""
     retention = min(max(row.retention, 1.0), LONGEST_RETENTION)
     policy = Policy(lease=min(LEASE, retention / 2), retention=retention, min_replicas=ledger.policy.min_replicas)
     return Ledger(ledger.client, policy, ledger.namespace)
 
 
 class _Audit:
-    """Writes the line when the action ends, however it ends."""
+    """Write the audit line when the action ends, whether it succeeds or raises."""
 
     def __init__(self, action: Action, identity: Identity, generation: int) -> None:
         self._facts = (action, digest(identity.row), generation)
@@ -186,7 +189,7 @@ class _Audit:
         if error is None:
             ended = "done"
         elif isinstance(error, LedgerUnavailable) and error.unknown:
-            ended = "not known whether done"
+            ended = "unknown, the reply was lost"
         else:
             ended = f"refused ({type(error).__name__})"
         action, row, generation = self._facts
@@ -202,7 +205,7 @@ class _Audit:
 
 
 def _who() -> str:
-    """The user of the operating system, and who they were before sudo."""
+    """Return the operating system's user, and who they were before sudo."""
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user has no name

@@ -1,4 +1,4 @@
-"""How the command line shows things to a person: aligned columns, short times, a count while it scans."""
+"""Output of the command line: tables, times, sizes, progress and JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _COLOURS = {
 
 
 def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table: with rich on a terminal that has it, else in plain columns that `awk` and a person can read."""
+    """Print a table: with rich on a terminal if it is installed, otherwise in plain aligned columns."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
         from rich.table import Table
@@ -62,12 +62,12 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def escaped(text: str) -> str:
-    """Return stored text so that it cannot steer a terminal."""
+    """Return stored text with control characters escaped, so that it cannot control the terminal."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def duration(seconds: float) -> str:
-    """Return a time as one would say it: 85 ms, 12 s, 5 min, 3 h, 2 d; with a minus when it is over."""
+    """Return a time in seconds with one rounded unit: 85 ms, 12 s, 5 min, 3 h, 2 d, or -12 s."""
     sign, left = ("-", -seconds) if seconds < 0 else ("", seconds)
     for unit, length in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
         if left >= 2 * length:
@@ -76,7 +76,7 @@ def duration(seconds: float) -> str:
 
 
 def size(count: float) -> str:
-    """Return bytes with a unit."""
+    """Return a number of bytes with a unit, such as 1.5 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -86,7 +86,11 @@ def size(count: float) -> str:
 
 @contextmanager
 def scanning(total: int) -> Iterator[Callable[[int], object]]:
-    """Show how far a scan of so many names is, on a terminal with rich; call the function with the names passed."""
+    """Show the progress of a scan, on a terminal with rich.
+
+    Yields:
+        A function to call with the number of names scanned since the last call.
+    """
     if not (sys.stderr.isatty() and importlib.util.find_spec("rich")):
         yield lambda names: None
         return
@@ -100,7 +104,7 @@ def scanning(total: int) -> Iterator[Callable[[int], object]]:
 
 
 def as_line(found: RowSummary) -> tuple[str, ...]:
-    """Return a row's cells, under `COLUMNS`."""
+    """Return a row's cells in the order of `COLUMNS`."""
     who, row = found.identity, found.row
     return (
         escaped(who.principal),
@@ -118,7 +122,7 @@ def as_line(found: RowSummary) -> tuple[str, ...]:
 
 
 def as_dict(found: RowSummary) -> dict[str, Any]:
-    """Return a row as JSON takes it; times in seconds."""
+    """Return a row as a dict for JSON; times are in seconds."""
     who, row = found.identity, found.row
     facts: dict[str, Any] = {
         "principal": who.principal,
@@ -142,18 +146,18 @@ def as_dict(found: RowSummary) -> dict[str, Any]:
 
 
 def in_words(name: str, value: Any) -> str:
-    """Return one of its facts as a person reads it."""
+    """Return one value of `as_dict` as text for people."""
     if name in ("age", "lease", "ttl", "retention"):
         return duration(value)
     if name == "created_at":
-        return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(value))} by the clock of whoever claimed it"
+        return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(value))} by the clock of the caller that claimed it"
     if isinstance(value, str):
         return escaped(value)
     return json.dumps(value) if isinstance(value, (list, dict)) else str(value)
 
 
 def printable(body: bytes) -> str | dict[str, str]:
-    """Return a body as text, or in base64 where it is none."""
+    """Return a body as text, or in base64 if it is not UTF-8."""
     try:
         return body.decode()
     except UnicodeDecodeError:
@@ -161,7 +165,7 @@ def printable(body: bytes) -> str | dict[str, str]:
 
 
 def print_event(event: TailEvent, as_json: bool) -> None:
-    """Print one thing that happened, on a line of its own."""
+    """Print one event on a line."""
     who = event.row.identity if event.row else None
     if as_json:
         facts = {"at": round(event.at, 3), "what": event.what, "digest": event.digest, "generation": event.generation}
@@ -175,5 +179,5 @@ def print_event(event: TailEvent, as_json: bool) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print it on one line."""
+    """Print a value as JSON on one line."""
     click.echo(json.dumps(value))

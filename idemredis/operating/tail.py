@@ -1,11 +1,11 @@
-"""What happens in the ledger, as it happens, seen from outside in the rows.
+"""Follow a ledger's rows as they change, from outside the application.
 
-A server sends the names that were written to a connection that asked for it (`CLIENT TRACKING ON BCAST PREFIX`). It
-costs one list entry a write while somebody tails, and nothing otherwise. The row is read after the fact, so a claim and
-a completion that follow at once may show as one line.
+With `CLIENT TRACKING ON BCAST PREFIX`, a server reports the names of written keys to a connection. That costs the
+server one list entry per write while somebody tails, and nothing otherwise. Rows are read after the report, so a claim
+and a completion in quick succession can show as one event.
 
-What writes nothing (`fenced`, `reused`, `replayed`) is in no row; it is shown where the application has a
-`telemetry.Publisher`.
+Events that write nothing (`fenced`, `reused`, `replayed`) leave no trace in rows. They are shown if the application has
+a `telemetry.Publisher`.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ __all__ = ["Tail", "TailEvent"]
 INVALIDATED = "__redis__:invalidate"
 
 WRITTEN = frozenset({"claimed", "taken_over", "completed", "failed", "released"})
-"""Events that a row shows by itself."""
+"""Events that can be seen in the row itself."""
 
-REMEMBERED = 10_000
-"""Rows whose last state is kept, to tell what changed."""
+MAX_ROWS = 10_000
+"""Rows whose last state is kept, to find out what changed."""
 
-CLOCKS_DIFFER = 2.0
-"""Seconds that the clocks of two well-kept hosts differ by at the very most."""
+MAX_CLOCK_SKEW = 2.0
+"""Seconds by which the clocks of two hosts with NTP differ at most."""
 
-LISTEN_FOR = 0.2
-"""Seconds after which a listener looks whether it is to end, and `look` returns with what there is."""
+POLL_INTERVAL = 0.2
+"""Seconds after which a listener checks whether it should end, and `look` returns."""
 
 
 @dataclass(frozen=True, slots=True)
 class TailEvent:
-    """One thing that happened.
+    """One observed event.
 
     Attributes:
-        at: seconds since the epoch, by this host.
-        what: an event's name; or `gone`, `checkpointed`, `renewed`, `corrupt`, `changed`.
-        digest: of the row.
-        row: as it was just after; None where only an event told it.
-        generation: of the attempt; 0 where there is none.
-        operation: of the row.
-        route: the endpoint or function; "" where unknown.
+        at: seconds since the epoch, by this host's clock.
+        what: the name of an event; or `gone`, `checkpointed`, `renewed` or `corrupt`.
+        digest: digest of the row.
+        row: the row just after the event; None if it is gone, or if a publisher reported the event.
+        generation: generation of the attempt; 0 if there is none.
+        operation: third part of the row's identity; "" if there is none.
+        route: the endpoint or function; "" if unknown.
     """
 
     at: float
@@ -70,14 +70,14 @@ class TailEvent:
 
 
 class Tail:
-    """Listens to every server of a client, on connections of its own. A context manager.
+    """Listen to every server of a client, on separate connections; a context manager.
 
     Attributes:
-        sees_rows: whether the servers tell which rows are written.
-        why_not: where they do not, what they said.
+        sees_rows: whether the servers report which rows are written.
+        why_not: the servers' error message if they do not; else "".
 
     Raises:
-        LedgerUnavailable: a server cannot be reached, or refuses to be listened to.
+        LedgerUnavailable: a server cannot be reached, or refuses the subscription.
     """
 
     def __init__(self, client: Client, namespace: str) -> None:
@@ -85,7 +85,7 @@ class Tail:
         self._namespace = namespace
         self._known: OrderedDict[str, RowSummary | None] = OrderedDict()
         self._open = ExitStack()
-        self._heard: queue.SimpleQueue[tuple[Node, dict[str, Any] | Exception]] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[tuple[Node, dict[str, Any] | Exception]] = queue.SimpleQueue()
         self._ending = threading.Event()
         self.sees_rows = True
         self.why_not = ""
@@ -110,15 +110,15 @@ class Tail:
         self._open.close()
 
     def look(self) -> Iterator[TailEvent]:
-        """Yield what happened since the last look, waiting for it a little.
+        """Yield the events since the last call, after waiting up to `POLL_INTERVAL` seconds for one.
 
         Raises:
-            LedgerUnavailable: a server went away.
+            LedgerUnavailable: the connection to a server was lost.
         """
-        timeout = LISTEN_FOR
+        timeout = POLL_INTERVAL
         while True:
             try:
-                node, message = self._heard.get(timeout=timeout)
+                node, message = self._messages.get(timeout=timeout)
             except queue.Empty:
                 return
             if isinstance(message, Exception):
@@ -127,7 +127,10 @@ class Tail:
             timeout = 0.0
 
     def _listen(self, node: Node, first: bool) -> None:
-        """Events go to every node of a cluster, so they are heard on one; each node tells of its own rows only."""
+        """Subscribe to one server: to its writes, and on the first server also to published events.
+
+        A cluster forwards published events to every node, but each node reports only the writes to its own rows.
+        """
         try:
             own = own_client(node)
             self._open.callback(own.close)
@@ -143,12 +146,12 @@ class Tail:
         except ERRORS as error:
             raise map_error(error, 0.0) from error
         if channels:
-            thread = threading.Thread(target=self._hear, args=(node, listener), name="idemredis-tail", daemon=True)
+            thread = threading.Thread(target=self._receive, args=(node, listener), name="idemredis-tail", daemon=True)
             thread.start()
             self._open.callback(thread.join, 5.0)
 
     def _track(self, own: Node, listener: Node) -> None:
-        """Have the names of written rows sent to the listener's connection: one that speaks RESP2 gets them so."""
+        """Redirect the names of written rows to the listener's connection, as RESP2 requires."""
         try:
             listener.execute_command("CLIENT", "ID")
             number = listener.parse_response()
@@ -162,69 +165,69 @@ class Tail:
             self.sees_rows = False
             self.why_not = str(error)
 
-    def _hear(self, node: Node, listener: Any) -> None:
-        """Pass on what one server tells, as it comes: in a thread of its own, or a busy node would hide the others."""
+    def _receive(self, node: Node, listener: Any) -> None:
+        """Queue one server's messages; each server has its own thread, so that a busy one does not delay the others."""
         try:
             while not self._ending.is_set():
-                if (message := listener.get_message(timeout=LISTEN_FOR)) is not None:
-                    self._heard.put((node, message))
+                if (message := listener.get_message(timeout=POLL_INTERVAL)) is not None:
+                    self._messages.put((node, message))
         except ERRORS as error:
-            self._heard.put((node, error))
+            self._messages.put((node, error))
 
     def _read(self, node: Node, message: dict[str, Any]) -> Iterator[TailEvent]:
         if message["type"] != "message":
             return
         name, data = message["channel"], message["data"]
         if (name if isinstance(name, str) else name.decode()) == INVALIDATED:
-            names = data if isinstance(data, list) else []  # nothing: the whole server was flushed
+            names = data if isinstance(data, list) else []  # None after FLUSHALL, which names no rows
             for row in (name if isinstance(name, str) else name.decode("ascii", "replace") for name in names):
-                if (seen := self._happened(node, row)) is not None:
-                    yield seen
+                if (written := self._compare(node, row)) is not None:
+                    yield written
             return
         try:
             event = json.loads(data)
             facts = (int(event["generation"]), event["operation"], event["route"])
-            seen = TailEvent(time.time(), event["name"], event["digest"], None, *facts)
+            published = TailEvent(time.time(), event["name"], event["digest"], None, *facts)
         except (ValueError, TypeError, KeyError):
-            return  # anybody with the right to publish may have sent it
-        if not (self.sees_rows and seen.what in WRITTEN):
-            yield seen
+            return  # any client with the right to publish may have sent it
+        if not (self.sees_rows and published.what in WRITTEN):
+            yield published
 
-    def _happened(self, node: Node, row: str) -> TailEvent | None:
-        [found] = look(self._client, node, [row])
+    def _compare(self, node: Node, row: str) -> TailEvent | None:
+        [after] = look(self._client, node, [row])
         before = self._known.get(row)
-        self._known[row] = found
+        self._known[row] = after
         self._known.move_to_end(row)
-        if len(self._known) > REMEMBERED:
+        if len(self._known) > MAX_ROWS:
             self._known.popitem(last=False)
-        what = _what(before, found)
+        what = _what(before, after)
         if what is None:
             return None
-        at = found or before
+        at = after or before
         facts = (at.generation, at.identity.operation, at.row.route if at.row else "") if at else (0, "", "")
-        return TailEvent(time.time(), what, digest(row), found, *facts)
+        return TailEvent(time.time(), what, digest(row), after, *facts)
 
 
-def _what(before: RowSummary | None, found: RowSummary | None) -> str | None:
-    """Say what changed; without a row before, what the row itself tells."""
-    if found is None:
+def _what(before: RowSummary | None, after: RowSummary | None) -> str | None:
+    """Return what changed, or None for no change; without `before`, derive it from the row alone."""
+    if after is None:
         return "gone"
-    if found.row is None or found.row.status != "pending":
-        return None if before is not None and before.status == found.status else found.status
-    if not found.row.owner:
+    if after.row is None or after.row.status != "pending":
+        return None if before is not None and before.status == after.status else after.status
+    if not after.row.owner:
         return "released"
-    if before is not None and before.generation == found.generation:
-        return _extended(before, found.row)
-    if found.generation > 1:
+    if before is not None and before.generation == after.generation:
+        return _extended(before, after.row)
+    if after.generation > 1:
         return "taken_over"
-    return "claimed" if before is not None or _is_new(found.row) else _extended(before, found.row)
+    return "claimed" if before is not None or _is_new(after.row) else _extended(before, after.row)
 
 
 def _is_new(row: Row) -> bool:
-    """Whether its last transition may have been the claim: the clock of whoever claimed it is not ours."""
-    return row.created_at is None or time.time() - row.created_at - row.age < CLOCKS_DIFFER
+    """Return True if the claim may be the last transition; `created_at` is by another host's clock."""
+    return row.created_at is None or time.time() - row.created_at - row.age < MAX_CLOCK_SKEW
 
 
 def _extended(before: RowSummary | None, row: Row) -> str:
-    noted = before.row.checkpoint_seq if before is not None and before.row is not None else 0
-    return "checkpointed" if row.checkpoint_seq > noted else "renewed"
+    last = before.row.checkpoint_seq if before is not None and before.row is not None else 0
+    return "checkpointed" if row.checkpoint_seq > last else "renewed"

@@ -1,6 +1,6 @@
-"""Observers that give a ledger's events to others: OpenTelemetry, Flask signals, Redis's own PUBLISH.
+"""Observers that forward a ledger's events: to OpenTelemetry, to Flask signals, and to Redis with PUBLISH.
 
-Each imports what it needs when it is made. A change here must not slow down a ledger that has no such observer.
+Each imports its dependencies when it is made. A change here must not slow down a ledger without observers.
 """
 
 from .otel import Telemetry

@@ -1,8 +1,9 @@
-"""OpenTelemetry for the ledger's events: `pip install 'idemredis[otel]'`, and give a ledger this observer.
+"""OpenTelemetry metrics and spans for a ledger's events; needs `pip install 'idemredis[otel]'`.
 
     Ledger.from_url(url, observers=[Telemetry()])
 
-Names are the same in every service; no label has a key, a principal or a digest, so their number stays small.
+Metric names are the same in every service. No label has a key, a principal or a digest, so the number of series stays
+small.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ if TYPE_CHECKING:
 __all__ = ["MOST_NAMES", "OTHER_NAME", "Telemetry"]
 
 MOST_NAMES = 100
-"""Operations, and routes, that are labels of their own: they are functions and endpoints, so this is plenty."""
+"""Distinct operations, and distinct routes, that get their own label; a service has fewer functions and endpoints."""
 
 OTHER_NAME = "other"
-"""The label of every further one: each distinct label costs memory, here and in the metrics server."""
+"""Label of all further names: each distinct label costs memory here and in the metrics server."""
 
-HELD_AT_MOST = 900.0
-"""Seconds for which a reservation counts as held when its end is never emitted; the default of `max_hold`."""
+MAX_HELD = 900.0
+"""Seconds after which a reservation whose end was not emitted no longer counts as held; `max_hold`'s default."""
 
 BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-"""Seconds. A call takes 0.1 ms on a server nearby, and is given up after 2 s."""
+"""Seconds. A call to a nearby server takes 0.1 ms, and a call is given up after 2 s."""
 
 _BEGIN = frozenset[EventName]({"claimed", "taken_over"})
 _END = frozenset[EventName]({"completed", "failed", "released", "fenced", "held_for_review", "completion_lost"})
@@ -42,17 +43,17 @@ _BAD = frozenset[EventName]({"fenced", "completion_lost", "unavailable"})
 
 
 class Telemetry:
-    """An observer that makes metrics and spans of events.
+    """Record metrics and spans of a ledger's events; pass an instance as an observer.
 
-    - counter `idempotency.outcomes`, by `outcome` (an event's name), `operation` and `route`
+    - counter `idempotency.outcomes`, by `outcome` (the event's name), `operation` and `route`
     - histogram `idempotency.call.duration` in seconds, by `script` and `outcome`
-    - gauge `idempotency.reservations.held` of this process
-    - a span `idempotency.claim` for each claim, and `idempotency.completion` for each end of an attempt, within the
-      request's own span, with the row's digest
+    - gauge `idempotency.reservations.held`: attempts of this process that hold a row
+    - a span `idempotency.claim` for each claim and `idempotency.completion` for each end of an attempt, as children of
+      the current span, with the row's digest
 
     Args:
-        meters: where metrics go; by default the application's global provider.
-        traces: where spans go; by default the application's global provider.
+        meters: provider for metrics; defaults to the global one.
+        traces: provider for spans; defaults to the global one.
 
     Raises:
         ConfigurationError: OpenTelemetry's API is not installed.
@@ -62,28 +63,28 @@ class Telemetry:
         try:
             from opentelemetry import metrics, trace
         except ImportError:
-            raise ConfigurationError("Telemetry needs OpenTelemetry's API; pip install 'idemredis[otel]'") from None
+            raise ConfigurationError("Telemetry needs OpenTelemetry's API; run pip install 'idemredis[otel]'") from None
         self._observation = metrics.Observation
         self._error = trace.Status(trace.StatusCode.ERROR)
         self._tracer = trace.get_tracer("idemredis", tracer_provider=traces)
         meter = metrics.get_meter("idemredis", meter_provider=meters)
-        self._outcomes = meter.create_counter("idempotency.outcomes", description="What became of protected operations")
+        self._outcomes = meter.create_counter("idempotency.outcomes", description="Events of protected operations")
         self._calls = meter.create_histogram(
             "idempotency.call.duration",
             "s",
-            "How long Redis took for a script, the way there and back included",
+            "Duration of a script call, including the network",
             explicit_bucket_boundaries_advisory=BUCKETS,
         )
         meter.create_observable_gauge(
             "idempotency.reservations.held", [self._count_held], description="Attempts of this process that hold a row"
         )
-        self._lock = threading.RLock()  # the garbage collector may bring an event in the middle of another
+        self._lock = threading.RLock()  # reentrant: the garbage collector may emit an event while it is held
         self._held: OrderedDict[tuple[str, int], float] = OrderedDict()
         self._operations: set[str] = set()
         self._routes: set[str] = set()
 
     def __call__(self, event: Event) -> None:
-        """Count an event, and make a span of it."""
+        """Record one event."""
         operation, route = _label(event.operation, self._operations), _label(event.route, self._routes)
         self._outcomes.add(1, {"outcome": event.name, "operation": operation, "route": route})
         self._hold(event)
@@ -93,7 +94,7 @@ class Telemetry:
             self._span("idempotency.completion", event)
 
     def timed(self, script: str, seconds: float, outcome: str) -> None:
-        """Record how long one script took; a ledger calls this method of every observer that has it."""
+        """Record the duration of one script call; a ledger calls this method of every observer that has it."""
         self._calls.record(seconds, {"script": script, "outcome": outcome})
 
     def _hold(self, event: Event) -> None:
@@ -105,15 +106,15 @@ class Telemetry:
                 self._held.pop(attempt, None)
 
     def _count_held(self, options: CallbackOptions) -> Iterable[Observation]:
-        long_ago = time.monotonic() - HELD_AT_MOST
+        expired = time.monotonic() - MAX_HELD
         with self._lock:
-            while self._held and next(iter(self._held.values())) < long_ago:
+            while self._held and next(iter(self._held.values())) < expired:
                 self._held.popitem(last=False)
             held = len(self._held)
         return [self._observation(held)]
 
     def _span(self, name: str, event: Event) -> None:
-        """Make a span that is already over: an event is emitted in the thread where it happened, at its end."""
+        """Make a span that ends now, since an event is emitted at the end of its call."""
         now = time.time_ns()
         span = self._tracer.start_span(
             name,
@@ -132,7 +133,7 @@ class Telemetry:
 
 
 def _label(name: str, known: set[str]) -> str:
-    """Return the name, or one label for all names beyond the most that are kept apart."""
+    """Return the name, or `OTHER_NAME` once `MOST_NAMES` names are known."""
     if name not in known:
         if len(known) >= MOST_NAMES:
             return OTHER_NAME

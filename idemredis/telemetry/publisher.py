@@ -1,6 +1,6 @@
-"""Publishes a ledger's events in Redis, for `idemredis tail`.
+"""Publish a ledger's events in Redis, for `idemredis tail`.
 
-One small PUBLISH an event, from a thread of its own, whether anybody listens or not.
+Each event is one small PUBLISH from a background thread, whether or not anybody listens.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ __all__ = ["Publisher", "channel"]
 
 logger = logging.getLogger("idemredis")
 
-QUEUED = 1_000
-"""Events that wait to be published; the next ones are dropped, and counted."""
+MAX_QUEUED = 1_000
+"""Events waiting to be published; more are dropped and counted."""
 
 
 def channel(namespace: str) -> str:
-    """Return the name of the channel that a namespace's events are published on."""
+    """Return the name of the channel for a namespace's events."""
     return f"{row_prefix(namespace)}idemredis-events"
 
 
 class Publisher:
-    """An observer that publishes each event as JSON on the namespace's channel, for `idemredis tail`.
+    """Publish each event as JSON on the namespace's channel; pass an instance as an observer.
 
-    It never blocks the caller and never raises: events wait in a bounded queue for a thread of its own, and are
-    dropped when Redis is away or slow.
+    A publisher never blocks its caller and never raises. Events wait in a bounded queue for a background thread, and
+    are dropped if Redis is unreachable or slow, or if the process dies.
 
     Args:
-        client: any sync redis-py client; the ledger's own will do.
-        namespace: the ledger's.
+        client: any sync redis-py client, such as the ledger's own.
+        namespace: the ledger's namespace.
 
     Attributes:
-        dropped: events that were never sent.
+        dropped: number of events that were not sent.
     """
 
     def __init__(self, client: Client, namespace: str = "idem") -> None:
@@ -54,14 +54,14 @@ class Publisher:
         atexit.register(self.close)
 
     def _reset(self) -> None:
-        """Begin with nothing, as a forked child does: what its parent queued is the parent's to send."""
+        """Start with an empty queue, as a forked child must: queued events belong to the parent."""
         self._process = os.getpid()
-        self._queue: queue.Queue[Event | None] = queue.Queue(QUEUED)
-        self._lock = threading.RLock()  # the garbage collector may bring an event in the middle of another
+        self._queue: queue.Queue[Event | None] = queue.Queue(MAX_QUEUED)
+        self._lock = threading.RLock()  # reentrant: the garbage collector may emit an event while it is held
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Event) -> None:
-        """Queue an event."""
+        """Queue one event."""
         if self._process != os.getpid():
             self._reset()
         if self._thread is None or not self._thread.is_alive():
@@ -72,7 +72,7 @@ class Publisher:
             self.dropped += 1
 
     def close(self, seconds: float = 1.0) -> None:
-        """Publish what waits, for at most so many seconds, and end the thread."""
+        """Publish the queued events for at most about `seconds` seconds, and stop the thread."""
         thread = self._thread
         if thread is not None and thread.is_alive():
             try:
@@ -95,4 +95,4 @@ class Publisher:
             except ERRORS as error:
                 self.dropped += 1
                 if self.dropped == 1:
-                    logger.warning("events cannot be published, and are dropped (logged once): %s", error)
+                    logger.warning("events cannot be published and are dropped (logged once): %s", error)

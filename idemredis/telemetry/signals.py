@@ -1,11 +1,11 @@
-"""The ledger's events as Flask (blinker) signals.
+"""A ledger's events as Flask (blinker) signals.
 
     from idemredis.telemetry.signals import send, signals
 
     idempotency = Idempotency(app, principal=…, observers=[send])
     signals["fenced"].connect(page_somebody)        # page_somebody(sender, event)
 
-The sender is the application, or None for what happens in the background.
+The sender is the application, or None for events in the background.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _namespace = Namespace()
 signals: Mapping[str, NamedSignal] = {
     name: _namespace.signal(f"idempotency-{name.replace('_', '-')}") for name in get_args(EventName)
 }
-"""A signal for each event, by its name."""
+"""The signal of each event, by the event's name."""
 
 
 def send(event: Event) -> None:
-    """Send an event to whoever is connected to its signal; an observer. It costs nothing where nobody is."""
+    """Send an event as a signal; pass this function as an observer. It costs nothing without receivers."""
     signal = signals[event.name]
     if signal.receivers:
         application: Any = current_app

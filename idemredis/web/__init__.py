@@ -1,4 +1,4 @@
-"""The HTTP contract that all doors share: refusals, settings, the request's body, the response on its way out.
+"""HTTP code that all framework adapters share: refusals, settings, request bodies and response recording.
 
-No framework here. A change here changes every door, and the documents for API clients.
+Nothing here imports a framework. A change here affects every adapter and the documentation for API clients.
 """

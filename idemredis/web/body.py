@@ -1,4 +1,4 @@
-"""A request as it was sent: its raw target, and its body, which is read once, hashed, and given to the view again."""
+"""The raw target of a request, and its body, which is read once, hashed, and made readable again for the view."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ logger = logging.getLogger("idemredis")
 Environ: TypeAlias = dict[str, Any]
 
 CHUNK = 64 * 1024
-"""Bytes read at a time; a body that comes in one piece stays as it is."""
+"""Bytes read at a time. Most bodies fit, and need no temporary file."""
 
 SPOOL = 256 * 1024
-"""Bytes of a body kept in memory; a larger one goes through a temporary file."""
+"""Bytes of a body kept in memory; the rest goes to a temporary file."""
 
 _ORIGIN = re.compile(r"\A[a-z][a-z0-9+\-.]*://[^/?#]*", re.IGNORECASE)
 
@@ -28,23 +28,23 @@ _warned: set[str] = set()
 
 
 class BodyIncomplete(Exception):
-    """The client sent fewer bytes than it announced, or the upload broke off."""
+    """The client sent fewer bytes than its Content-Length, or the upload broke off."""
 
 
 class BodyTooLarge(Exception):
-    """The body is larger than the application takes."""
+    """The body is larger than the application accepts."""
 
 
 class LengthRequired(Exception):
-    """The body has no length and the server does not say where it ends."""
+    """The body has no length, and the server does not mark its end."""
 
 
 class _Recorder(io.RawIOBase):
-    """A `wsgi.input` that keeps what is read through it, in case something reads the body before the claim."""
+    """A `wsgi.input` that records what is read through it, in case the body is read before the claim."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
-        self.seen: IO[bytes] | None = None
+        self.recorded: IO[bytes] | None = None
         self._recording = True
 
     def readable(self) -> bool:
@@ -53,9 +53,9 @@ class _Recorder(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         chunk: bytes = self.source.read(len(buffer))
         if self._recording:
-            if self.seen is None:
-                self.seen = SpooledTemporaryFile(SPOOL)  # noqa: SIM115  # closed when the request is torn down
-            self.seen.write(chunk)
+            if self.recorded is None:
+                self.recorded = SpooledTemporaryFile(SPOOL)  # noqa: SIM115  # closed when the request is torn down
+            self.recorded.write(chunk)
         buffer[: len(chunk)] = chunk
         return len(chunk)
 
@@ -64,43 +64,43 @@ class _Recorder(io.RawIOBase):
         super().close()
 
     def stop(self) -> None:
-        """Keep no more. It can still be read: an unprotected view may send what it reads of the body."""
+        """Stop recording; the source can still be read, since an unprotected view may stream its request body."""
         self._recording = False
-        if self.seen is not None:
-            self.seen.close()
-            self.seen = None
+        if self.recorded is not None:
+            self.recorded.close()
+            self.recorded = None
 
 
 class RequestBody:
-    """The body of one WSGI request, in the place of the server's `wsgi.input`.
+    """The body of one WSGI request, which replaces the server's `wsgi.input`.
 
-    Small bodies stay in memory, larger ones go through a temporary file: memory does not grow with the body.
+    Small bodies stay in memory and larger ones go to a temporary file, so memory does not grow with the body.
     """
 
     def __init__(self, environ: Environ) -> None:
         self._environ = environ
 
     def record(self) -> None:
-        """Keep what is read of the body from now on, so that `buffer` can give all of it again."""
+        """Record what is read of the body from now on, so that `buffer` has all of it."""
         self._environ["wsgi.input"] = _Recorder(self._environ["wsgi.input"])
 
     def buffer(self, update: Callable[[bytes], object], limit: int | None) -> None:
-        """Read the body to its end, and let it be read again from its start.
+        """Read the body to its end, and make it readable again from its start.
 
         Args:
-            update: of a hash; called with each piece, also with those that something has read before.
-            limit: bytes that the application takes; None for any.
+            update: called with each piece of the body, including those that were read before.
+            limit: maximum size in bytes; None for no limit.
 
         Raises:
-            BodyIncomplete, BodyTooLarge, LengthRequired: the request must not be claimed.
+            BodyIncomplete, BodyTooLarge, LengthRequired: refuse the request without a claim.
         """
-        source, seen = self._environ["wsgi.input"], None
+        source, recorded = self._environ["wsgi.input"], None
         if isinstance(source, _Recorder):
-            source, seen = source.source, source.seen
+            source, recorded = source.source, source.recorded
         expected = _expected(self._environ)
         if limit is not None and expected is not None and expected > limit:
             raise BodyTooLarge
-        pieces = _pieces(source, seen, expected, limit)
+        pieces = _pieces(source, recorded, expected, limit)
         first = next(pieces, b"")
         update(first)
         body: IO[bytes] = io.BytesIO(first)
@@ -120,11 +120,11 @@ class RequestBody:
         self._environ["wsgi.input"] = body
 
     def rewind(self) -> None:
-        """Let the body be read from its start again, after `buffer`."""
+        """Make the body readable from its start again, after `buffer`."""
         self._environ["wsgi.input"].seek(0)
 
     def close(self) -> None:
-        """Free what `record` or `buffer` put in the place of the server's own."""
+        """Free the memory or temporary file that `record` or `buffer` uses."""
         body = self._environ.get("wsgi.input")
         if type(body) is _Recorder:
             body.stop()
@@ -133,10 +133,11 @@ class RequestBody:
 
 
 def raw_target(environ: Environ) -> str:
-    """Return path and query as the client sent them; `PATH_INFO` is decoded, and `/a%2Fb` is not `/a/b`.
+    """Return path and query as the client sent them.
 
-    gunicorn and Werkzeug give `RAW_URI`, Werkzeug, waitress and uWSGI `REQUEST_URI`. Where a server gives neither, the
-    path is quoted again, which is logged once: two targets that differ only in quoting are then one.
+    `PATH_INFO` is decoded, so it does not tell `/a%2Fb` from `/a/b`. gunicorn sets `RAW_URI`; waitress and uWSGI set
+    `REQUEST_URI`; Werkzeug sets both. With another server the decoded path is quoted again, which is logged once. Two
+    targets that differ only in quoting then have the same fingerprint.
     """
     target: str = environ.get("RAW_URI") or environ.get("REQUEST_URI") or ""
     query: str = environ.get("QUERY_STRING", "")
@@ -144,7 +145,7 @@ def raw_target(environ: Environ) -> str:
         _warn_once(environ.get("SERVER_SOFTWARE") or "this WSGI server")
         path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
         target = quote(path.encode("latin-1"), safe="/!$&'()*+,;=:@-._~")
-    elif not target.startswith("/"):  # absolute-form (RFC 9112 §3.2.2): the same target by another name
+    elif not target.startswith("/"):  # absolute-form (RFC 9112 §3.2.2) means the same as origin-form
         target = _ORIGIN.sub("", target, count=1)
         if not target.startswith("/"):
             target = f"/{target}"
@@ -156,7 +157,11 @@ def raw_target(environ: Environ) -> str:
 
 
 def _expected(environ: Environ) -> int | None:
-    """The body's length; None where the server ends the stream itself."""
+    """Return the body's length, or None if the server ends the stream itself.
+
+    Raises:
+        LengthRequired: the body is chunked, and the server does not end the stream.
+    """
     length = environ.get("CONTENT_LENGTH") or ""
     chunked = "HTTP_TRANSFER_ENCODING" in environ
     if length.isdecimal() and not chunked:
@@ -168,19 +173,23 @@ def _expected(environ: Environ) -> int | None:
     return 0
 
 
-def _pieces(source: Any, seen: IO[bytes] | None, expected: int | None, limit: int | None) -> Iterator[bytes]:
-    """First what was read before, then the rest of the source."""
+def _pieces(source: Any, recorded: IO[bytes] | None, expected: int | None, limit: int | None) -> Iterator[bytes]:
+    """Yield what was read before, then the rest of the source.
+
+    Raises:
+        BodyIncomplete, BodyTooLarge: reading failed, or the body exceeds the limit.
+    """
     read = 0
-    if seen is not None:
-        seen.seek(0)
-        while piece := seen.read(CHUNK):
+    if recorded is not None:
+        recorded.seek(0)
+        while piece := recorded.read(CHUNK):
             read += len(piece)
             yield piece
-        seen.close()
+        recorded.close()
     while expected is None or read < expected:
         try:
             piece = source.read(CHUNK if expected is None else min(CHUNK, expected - read))
-        except Exception as error:  # each server has its own for a client that went away
+        except Exception as error:  # servers raise different errors when the client disconnects
             raise BodyIncomplete from error
         if not piece:
             return

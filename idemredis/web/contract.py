@@ -1,4 +1,4 @@
-"""The HTTP contract: the key's header, and the response for each refusal."""
+"""The HTTP contract: how the Idempotency-Key header is parsed, and the response for each refusal."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["REFUSALS", "SAFE_METHODS", "Contract", "Protocol", "parse_key"]
 Protocol: TypeAlias = Literal["default", "ietf"]
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS", "TRACE"})
-"""RFC 9110 §9.2.1: these change nothing, so a key on them means nothing."""
+"""Safe methods (RFC 9110 §9.2.1); a key on them is ignored."""
 
 _QUOTED = re.compile(
     r'"(?P<text>(?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*)"'
     r'(?: *; *[a-z*][a-z0-9_\-.*]*(?:=(?:"(?:[\x20-\x21\x23-\x5b\x5d-\x7e]|\\["\\])*"|[!#-+\--:<-\[\]-~]+))?)*\Z'
 )
-"""RFC 8941 §3.3.3: an sf-string, then parameters, which mean nothing here."""
+"""An sf-string (RFC 8941 §3.3.3) with parameters, which are ignored."""
 
 _BARE = re.compile(r"[!#-+\--:<-\[\]-~]+\Z")
-"""A key without quotes: printable, and none of space, quote, comma, semicolon or backslash."""
+"""A key without quotes: printable ASCII except space, quote, comma, semicolon and backslash."""
 
 REFUSALS = {
     "idempotency_key_required": (400, "An idempotency key is required"),
@@ -35,22 +35,22 @@ REFUSALS = {
     "idempotency_principal_required": (401, "Authentication is required"),
     "idempotency_key_reused": (409, "The idempotency key was used for another request"),
     "idempotency_key_in_progress": (409, "A request with this idempotency key is in progress"),
-    "idempotency_key_retry": (409, "Another retry was faster"),
+    "idempotency_key_retry": (409, "Another retry took the request over"),
     "idempotency_length_required": (411, "The request needs a Content-Length"),
     "idempotency_row_corrupt": (500, "The stored record cannot be read"),
     "idempotency_response_not_stored": (500, "The original response was not stored"),
     "idempotency_unavailable": (503, "The idempotency store is unavailable"),
 }
-"""Status (that of reuse is 422 under "ietf") and title of each."""
+"""Status and title of each refusal; under "ietf", reuse is 422."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """The responses that clients are promised, in the protocol that the service has chosen.
+    """Build the response for each refusal, in the protocol that the service has chosen.
 
     Attributes:
         protocol: "default", or "ietf" (draft-ietf-httpapi-idempotency-key-header-07).
-        docs_url: where the service documents its keys; the `type` and `Link` of a problem.
+        docs_url: where the service documents its keys; used in a problem's `type` and `Link`.
         retry_after: upper limit of Retry-After, in seconds.
     """
 
@@ -65,38 +65,43 @@ class Contract:
         return self.refuse("idempotency_key_invalid", str(error))
 
     def principal_required(self) -> StoredResponse:
-        return self.refuse("idempotency_principal_required", "a key belongs to an account; authenticate first")
+        return self.refuse(
+            "idempotency_principal_required", "an idempotency key belongs to an account; authenticate first"
+        )
 
     def body_incomplete(self) -> StoredResponse:
-        return self.refuse("idempotency_body_incomplete", "fewer bytes arrived than were announced; send it again")
+        return self.refuse(
+            "idempotency_body_incomplete", "the request body did not arrive completely; send the request again"
+        )
 
     def length_required(self) -> StoredResponse:
         return self.refuse(
-            "idempotency_length_required", "this server does not pass on a chunked body; send a Content-Length"
+            "idempotency_length_required", "this server does not support chunked request bodies; send a Content-Length"
         )
 
     def key_reused(self) -> StoredResponse:
         return self.refuse(
-            "idempotency_key_reused", "this key was used for another request; a new operation needs a new key"
+            "idempotency_key_reused", "this key was used for another request; use a new key for a new operation"
         )
 
     def in_progress(self, lease: float) -> StoredResponse:
-        """`lease`: seconds that the running request's lease has left."""
+        """Return the refusal for a request whose key is in use; `lease` is the seconds left on the lease."""
         wait = min(lease, self.retry_after)
         return self.refuse(
             "idempotency_key_in_progress",
-            "a request with this key is still running; ask again later",
+            "a request with this key is still running; retry later",
             retry_after=wait,
             lease_ms=round(lease * 1000),
             retry_after_ms=round(wait * 1000),
         )
 
     def lost_race(self) -> StoredResponse:
-        return self.refuse("idempotency_key_retry", "another retry took the request over; ask again", retry_after=0.0)
+        return self.refuse("idempotency_key_retry", "another retry took the request over; retry later", retry_after=0.0)
 
     def row_corrupt(self) -> StoredResponse:
         return self.refuse(
-            "idempotency_row_corrupt", "the record of this key cannot be read; the request was not run; contact support"
+            "idempotency_row_corrupt",
+            "the stored record of this key cannot be read, and the request was not run; contact support",
         )
 
     def unavailable(self) -> StoredResponse:
@@ -107,7 +112,8 @@ class Contract:
     def not_stored(self, original: StoredResponse) -> StoredResponse:
         return self.refuse(
             "idempotency_response_not_stored",
-            f"the request was done before and answered {original.status}; the answer was not kept ({original.omitted})",
+            f"the request was completed before with status {original.status}; "
+            f"its response was not stored ({original.omitted})",
             original_status=original.status,
         )
 
@@ -132,13 +138,14 @@ class Contract:
 
 
 def parse_key(header: str, protocol: Protocol) -> str:
-    """Return the key that an `Idempotency-Key` header names.
+    """Return the key in an `Idempotency-Key` header.
 
-    Under "ietf", `"abc"` and `abc` are the same key; under "default" quotes are part of it. Spaces and tabs around a
-    header's value are not (RFC 9110 §5.5).
+    Under "ietf", `"abc"` and `abc` are the same key; under "default", quotes are part of the key. Spaces and tabs
+    around the header's value are removed (RFC 9110 §5.5).
 
     Raises:
-        InvalidKey: it is empty, too long, not printable ASCII, or (under "ietf") neither one string nor a bare key.
+        InvalidKey: the key is empty, too long or not printable ASCII; or, under "ietf", neither one quoted string nor a
+            bare key.
     """
     value = header.strip(" \t")
     if protocol == "default" or not value:

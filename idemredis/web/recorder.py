@@ -1,4 +1,4 @@
-"""The response on its way to the client: collected up to the cap, and stored, or not, when it has ended."""
+"""Record a response while it is sent to the client, and settle the row when it ends."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ logger = logging.getLogger("idemredis")
 
 
 class ResponseRecorder:
-    """Settles one reservation by the response that its client is about to see. Once.
+    """Settle one reservation, once, according to the response that its client receives.
 
     Args:
-        reservation: of the request; the view may set its `outcome` from now on.
-        settle: given the reservation and how its request ended, such as `Ledger.settle`.
-        on_error: what a status of 500 and above does to the row.
-        storable: names of the headers that are stored, in lower case.
-        max_body: bytes of a stored body; a larger one is not stored.
+        reservation: the request's reservation; its `outcome` becomes settable.
+        settle: called with the reservation and the ending, such as `Ledger.settle`.
+        on_error: what a status of 500 or above does to the row.
+        storable: names of the headers to store, in lower case.
+        max_body: limit of a stored body, in bytes; a larger body is not stored.
 
     Attributes:
-        settled: it has been decided what becomes of the row.
-        streaming: it will be, when the response's stream ends.
+        settled: True once the row is settled.
+        streaming: True while the row will be settled at the end of the response's stream.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class ResponseRecorder:
         allow(reservation, "outcome")
 
     def choice(self, status: int) -> Choice:
-        """Return what becomes of a response of this status: what the view chose, or what the rules say."""
+        """Return what to do with a response of this status: the view's choice, or else the rules for the status."""
         return of_status(status, self.reservation.outcome, self._on_error)
 
     def store(self, status: int, headers: Iterable[tuple[str, str]], body: bytes) -> None:
-        """Store the response, or a tombstone where a part of it cannot be stored."""
+        """Store the response, or a tombstone if a part of it cannot be stored."""
         if status in NULL_BODY_STATUSES:
             body = b""
         try:
@@ -67,21 +67,21 @@ class ResponseRecorder:
             self._store(stored)
 
     def omit(self, status: int, why: Omission) -> None:
-        """Store the status alone: retries are refused, and do not run."""
+        """Store the status only; retries are refused, and the view does not run again."""
         self._store(StoredResponse(status, omitted=why))
 
     def give_up(self, how: Choice) -> None:
-        """Release the key, or hold the row until its lease ends; nothing is stored."""
+        """Release the key, or hold the row until its lease ends, without storing anything."""
         self._end(Ending("hold" if how == "hold" else "release"))
 
     def hold_for_review(self) -> None:
-        """Leave the row pending, and emit that a person must look."""
+        """Leave the row pending and emit `held_for_review`."""
         self._end(Ending("review"))
 
     def collect(self, source: Any, status: int, headers: Iterable[tuple[str, str]]) -> Iterator[Any]:
-        """Return the pieces of a stream as they come, collected on the way; the row is settled when it ends or breaks.
+        """Yield the pieces of a stream and collect them; the row is settled when the stream ends or breaks.
 
-        The headers are those of now, before anything else changes them.
+        The headers are copied now, before later functions change them.
         """
         self.streaming = True
         return _Collected(source, self, status, tuple(headers))
@@ -106,7 +106,7 @@ class ResponseRecorder:
 
 
 class _Collected:
-    """A stream on its way to the client, collected up to a limit and settled when it ends or breaks."""
+    """A response stream that is collected up to a limit, and settles the row when it ends or breaks."""
 
     def __init__(
         self, source: Any, recorder: ResponseRecorder, status: int, headers: tuple[tuple[str, str], ...]
@@ -145,7 +145,7 @@ class _Collected:
             self._source.close()
 
     def __del__(self) -> None:
-        """A response that was put in this one's place drops it without closing it."""
+        """Settle the row of a stream that was dropped without being closed, as when another response replaces it."""
         with suppress(Exception):
             self.close()
 

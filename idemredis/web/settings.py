@@ -1,4 +1,4 @@
-"""The `IDEMREDIS_` settings of an application: names, defaults, and checks."""
+"""The `IDEMREDIS_` settings of an application: names, defaults and checks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DEFAULTS: Mapping[str, Any] = {
     "SOCKET_TIMEOUT_SECONDS": SOCKET_TIMEOUT,
     "LOG_KEYS": False,
 }
-"""Every setting. Times are seconds, sizes bytes."""
+"""Every setting. Times are in seconds, sizes in bytes."""
 
 LEDGER_SETTINGS = frozenset(
     {
@@ -61,7 +61,7 @@ LEDGER_SETTINGS = frozenset(
         "LOG_KEYS",
     }
 )
-"""Those that a ledger has already, where the application is given one."""
+"""Settings that are refused if the application passes a ledger, which has its own."""
 
 _POLICY = {
     "lease": "LEASE_SECONDS",
@@ -79,7 +79,7 @@ _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """An application's settings, checked."""
+    """The checked settings of an application; `configured` has the names that it set."""
 
     url: str | None
     namespace: str
@@ -95,19 +95,20 @@ class Settings:
     fail_open: bool
     socket_timeout: float
     log_keys: bool
-    given: frozenset[str]
+    configured: frozenset[str]
 
     @classmethod
-    def read(cls, given: Mapping[str, Any]) -> Settings:
-        """Read the settings that an application was given, by their names without the prefix.
+    def read(cls, config: Mapping[str, Any]) -> Settings:
+        """Check an application's settings, whose names come without the prefix.
 
         Raises:
-            ConfigurationError: a name is unknown, or a value cannot work; it names the setting, the value and the fix.
+            ConfigurationError: a name is unknown or a value is not supported; the message has the name, the value and
+                the fix.
         """
-        for name in given:
+        for name in config:
             if name not in DEFAULTS:
                 raise ConfigurationError(f"{PREFIX}{name} is not a setting{_near(name)}")
-        values = {**DEFAULTS, **given}
+        values = {**DEFAULTS, **config}
         for name, (check, fix) in _CHECKS.items():
             if not check(values[name]):
                 raise ConfigurationError(f"{PREFIX}{name} must be {fix}, not {values[name]!r}")
@@ -126,12 +127,12 @@ class Settings:
             fail_open=values["FAIL_OPEN"],
             socket_timeout=values["SOCKET_TIMEOUT_SECONDS"],
             log_keys=values["LOG_KEYS"],
-            given=frozenset(given),
+            configured=frozenset(config),
         )
 
 
 def in_settings(error: ConfigurationError) -> ConfigurationError:
-    """Return what the policy or the ledger refused, with the names that the application knows."""
+    """Return an error of the policy or the ledger with the names of the application's settings added."""
     names = ", ".join(f"{PREFIX}{name} is {field}" for field, name in _LEDGER.items() if field in str(error))
     return ConfigurationError(f"{error} ({names})" if names else str(error))
 
@@ -181,8 +182,8 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or (isinstance(value, str) and bool(value)),
         "a redis://, rediss://, unix:// or memory:// URL",
     ),
-    "NAMESPACE": (lambda value: isinstance(value, str) and bool(value), "a str that is not empty"),
-    "METHODS": (_are_methods, 'a tuple of unsafe methods in capitals, such as ("POST", "PATCH")'),
+    "NAMESPACE": (lambda value: isinstance(value, str) and bool(value), "a non-empty str"),
+    "METHODS": (_are_methods, 'a tuple of unsafe methods in upper case, such as ("POST", "PATCH")'),
     "REQUIRED": (_is_bool, "True or False"),
     "PROTECT_ALL": (_is_bool, "True or False"),
     "PROTOCOL": (lambda value: value in ("default", "ietf"), '"default" or "ietf"'),

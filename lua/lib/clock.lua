@@ -1,10 +1,11 @@
 -- The row's TTL is its clock. Every transition sets the TTL to `retention`, so `retention - PTTL` is the time since the
--- last transition. This function alone writes either: one without the other would move the end of the lease.
+-- last transition. Only this function writes the two, always together: changing one alone would move the lease's end.
 --
--- `kept` is the row's present retention, or nil for claim and takeover. These write HSET first: a full server refuses
--- it, and then nothing has been written. All others write PEXPIRE first: a full server allows it, and HSET after it,
--- so what already ran is still stored. They write fields only where there is something to change.
--- Returns the error where a claim or takeover is refused its PEXPIRE.
+-- `kept` is the row's current retention, or nil for claim and takeover. These call HSET first: a full server denies
+-- it, and nothing has been written. All other transitions call PEXPIRE first: a full server allows it and then also
+-- the HSET, so the result of work that already ran is still stored. They write fields only if something changes.
+--
+-- Returns the error if the PEXPIRE of a claim or takeover is denied.
 local function set_clock(row, kept, retention, ...)
   if not kept then
     redis.call('HSET', row, 'retention', retention, ...)

@@ -1,15 +1,15 @@
--- How far it got.
+-- Returns the response and the checkpoint of the row.
 local function progress_of(row)
   return redis.call('HMGET', row, 'response_status', 'response_headers', 'response_body', 'response_omitted',
     'checkpoint', 'checkpoint_data', 'checkpoint_seq')
 end
 
--- nil for what is not a whole number that Lua holds exactly.
+-- Returns the integer, or nil or false if the value is not one of at most 15 digits, which Lua represents exactly.
 local function integer(value)
   return value and #value <= 15 and string.match(value, '^%d+$') and tonumber(value)
 end
 
--- The one definition of a corrupt row: why these fields and this TTL cannot be a row's, or nil.
+-- Returns why these fields and this TTL are not a valid row's, or nil. This is the only definition of a corrupt row.
 local function fault(attempt, progress, ttl)
   local status, generation, owner = attempt[1], attempt[2], attempt[3]
   local fingerprint, lease, retention = attempt[4], attempt[5], attempt[6]
@@ -37,7 +37,7 @@ local function fault(attempt, progress, ttl)
   end
 end
 
--- A reply with the checkpoint where there is one.
+-- Returns the reply with the row's checkpoint appended, if there is one.
 local function with_checkpoint(reply, progress)
   for i = 5, 7 do
     if progress[i] then reply[#reply + 1] = progress[i] end

@@ -1,4 +1,4 @@
--- complete and fail are one transition to two statuses.
+-- complete and fail differ only in the status that they set.
 local function finish(outcome)
   local row = KEYS[1]
   local generation, owner, retention = ARGV[1], ARGV[2], ARGV[3]

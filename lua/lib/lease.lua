@@ -1,10 +1,10 @@
--- Milliseconds left on the lease; 0 or less once it has run out. A server clock that steps back makes the TTL longer
--- than the retention. The elapsed time is never negative, or a released row would stay blocked.
+-- Returns the milliseconds left on the lease, 0 or less once it has ended. If the server's clock steps back, the TTL is
+-- longer than the retention; without the max, the elapsed time would be negative and a released row would stay blocked.
 local function lease_left(lease, retention, ttl)
   return lease - math.max(retention - ttl, 0)
 end
 
--- Start the lease again; where neither it nor the retention changes, only the TTL is written.
+-- Starts the lease again. If neither lease nor retention changes, only the TTL is written.
 local function extend_lease(row, current_lease, kept, lease, retention)
   if current_lease == lease then
     set_clock(row, kept, retention)

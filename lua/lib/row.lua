@@ -1,27 +1,27 @@
 --[[
 The states of a row:
 
-  state      fields                         what a claim of the same fingerprint answers
-  none       no row, or its TTL is over     claimed, at generation 1
-  running    pending, lease left            in_progress; to the row's own owner: claimed
-  stale      pending, no lease left         stale: a takeover may win it
-  released   pending, no owner, lease 0     stale, at once
+  state      fields                         reply to a claim with the same fingerprint
+  none       no row, or its TTL has ended   claimed, at generation 1
+  running    pending, lease left            in_progress; for the row's own owner: claimed
+  stale      pending, no lease left         stale; a takeover may succeed
+  released   pending, no owner, lease 0     stale
   completed  completed, response_*          replay
   failed     failed, response_*             replay
-  corrupt    anything else                  corrupt: never run, never overwritten
+  corrupt    anything else                  corrupt; never run, never overwritten
 
   transition           from               to          who
-  claim                none               running     anybody
+  claim                none               running     any attempt
   renew, checkpoint    running or stale   running     the attempt that owns it
-  takeover             stale, released    running     anybody with the same fingerprint; generation + 1
+  takeover             stale, released    running     any attempt with the same fingerprint; generation + 1
   release              running or stale   released    the attempt that owns it
   complete             running or stale   completed   the attempt that owns it
   fail                 running or stale   failed      the attempt that owns it
-  (time)               running            stale       when the lease is over
-  (time)               any                none        when the TTL is over
+  (time)               running            stale       when the lease ends
+  (time)               any                none        when the TTL ends
 ]]
 
--- Who runs it, and for how long.
+-- Returns the fields of the row's attempt.
 local function attempt_of(row)
   return redis.call('HMGET', row, 'status', 'generation', 'owner', 'fingerprint', 'lease', 'retention')
 end

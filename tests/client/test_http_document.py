@@ -25,7 +25,7 @@ STATUSES = {
     "IdempotencyPrincipalRequired": 401,
     "IdempotencyConflict": 409,
     "IdempotencyLengthRequired": 411,
-    "IdempotencyNoAnswer": 500,
+    "IdempotencyNoResponse": 500,
     "IdempotencyUnavailable": 503,
 }
 
@@ -108,4 +108,4 @@ def test_the_table_is_what_the_client_does() -> None:
     assert set(told) == set(REFUSALS)
     for code, does in told.items():
         answer = Answer(REFUSALS[code][0], {}, json.dumps({"error": code}).encode())
-        assert may_be_sent_again(answer) == does.startswith("send the same again"), code
+        assert may_be_sent_again(answer) == does.startswith("retry the same request"), code

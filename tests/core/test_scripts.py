@@ -161,7 +161,7 @@ def test_the_header_names_the_fields_that_the_body_writes(script: Script) -> Non
     }
     named = {field for field in FIELDS if re.search(rf"\b{field}\b", says)}
     named |= {field for field in FIELDS if "response_*" in says and field.startswith("response_")}
-    if "a new row whole" in says:
+    if "all fields of a new row" in says:
         named |= {"status", "generation", "owner", "fingerprint", "lease", "retention", "created_at", "route"}
 
     assert written == named

@@ -178,7 +178,7 @@ def test_a_wait_that_is_no_time_is_refused(unsent: Subject, wait: Any) -> None:
 
 @pytest.mark.parametrize("fingerprint", [None, "", b"f", 1], ids=repr)
 def test_a_fingerprint_that_is_not_text_is_refused(unsent: Subject, fingerprint: Any) -> None:
-    with nothing_written(unsent), pytest.raises(ConfigurationError, match="fingerprint must be a str"):
+    with nothing_written(unsent), pytest.raises(ConfigurationError, match="fingerprint must be a non-empty str"):
         unsent.claim(*ROW, fingerprint)
 
 
@@ -197,14 +197,14 @@ def test_a_route_that_is_not_text_is_refused(unsent: Subject, route: Any) -> Non
 @pytest.mark.parametrize("name", ["", None, 1], ids=repr)
 def test_a_checkpoint_without_a_name_is_refused(unsent: Subject, name: Any) -> None:
     r = unsent.claimed(*ROW, "f")
-    with nothing_written(unsent), pytest.raises(ConfigurationError, match="name must be a str"):
+    with nothing_written(unsent), pytest.raises(ConfigurationError, match="name must be a non-empty str"):
         unsent.checkpoint(r, name)
 
 
 @pytest.mark.parametrize("namespace", ["", None, b"idem", 1], ids=repr)
 def test_a_namespace_that_is_no_text_is_refused(make_subject: MakeSubject, mode: Mode, namespace: Any) -> None:
     client: Any = redis.Redis() if mode == "sync" else redis.asyncio.Redis()
-    with pytest.raises(ConfigurationError, match="namespace must be a str"):
+    with pytest.raises(ConfigurationError, match="namespace must be a non-empty str"):
         (Ledger if mode == "sync" else AsyncLedger)(client, namespace=namespace)
 
 

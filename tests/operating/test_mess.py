@@ -44,7 +44,7 @@ def test_four_things_wrong_are_found_and_settled_with_the_commands_of_the_page(
     monkeypatch.chdir(tmp_path)
     Path("answer.json").write_text('{"order": 3003}')
     ran: list[tuple[list[str], Ran]] = []
-    for program, *words in commands("Four things wrong, settled"):
+    for program, *words in commands("Exercise: four problems"):
         if program == "redis-cli":
             for node in primaries(place.client):
                 node.execute_command(*words)

@@ -95,7 +95,7 @@ def test_where_rows_are_not_told_the_published_events_are_shown_alone(place: Pla
         assert tail.why_not
         claimed(ledger, "a", "k")
         assert wait_until(lambda: [seen.what for seen in tail.look()]) == ["claimed"]
-    assert "does not tell which rows are written" in run("tail", "--seconds", "0").err
+    assert "does not report which rows are written" in run("tail", "--seconds", "0").err
     publisher.close()
     ledger.close()
 

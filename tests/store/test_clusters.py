@@ -171,7 +171,7 @@ def test_a_claim_may_have_run_whatever_the_cluster_says_next(
 
 
 def test_replicas_cannot_be_required_on_a_cluster(make_subject: MakeSubject, mode: Mode, cluster: Cluster) -> None:
-    with pytest.raises(ConfigurationError, match="min_replicas=1 cannot be promised on a cluster"):
+    with pytest.raises(ConfigurationError, match="min_replicas=1 is not supported on a cluster"):
         make_subject(mode, cluster, policy=Policy(min_replicas=1))
 
 

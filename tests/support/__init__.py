@@ -1,1 +1,1 @@
-"""What the tests stand on: real servers, a proxy that loses replies, one face over both ledgers."""
+"""Support code of the tests: real servers, a proxy that loses replies, one interface for both ledgers."""

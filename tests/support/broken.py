@@ -1,4 +1,4 @@
-"""The scripts broken on purpose, one mistake at a time, to see that the tests of this folder find it."""
+"""Scripts with one deliberate mistake each, to check that the tests of tests/faults/ find it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
 
 
 class Broken(Mapping[str, Script]):
-    """Scripts with one piece of text replaced wherever it is."""
+    """Return the scripts with every occurrence of a text replaced."""
 
     def __init__(self, scripts: Mapping[str, Script], right: str, wrong: str) -> None:
         self._scripts = scripts
@@ -103,11 +103,11 @@ class Broken(Mapping[str, Script]):
 
 
 CLAIM = 10
-"""Words of a claim, and of no other script: EVALSHA, its digest, 1, the row and six arguments."""
+"""Number of words of a claim, and of no other script: EVALSHA, the digest, 1, the row and six arguments."""
 
 
 class TwoTrips:
-    """Between a client and its tap: a claim of a new row is GET, then SET, as many a library has it."""
+    """Between a client and its tap: a claim of a new row is a GET and then a SET, as many libraries have it."""
 
     def __init__(self, near: redis.Redis, tap: Tap) -> None:
         self._near = near

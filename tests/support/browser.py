@@ -1,4 +1,4 @@
-"""A headless Chromium, and the shop's page as a person sees it there."""
+"""A headless Chromium, and the shop's page in it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def chromium(profile: Path) -> Iterator[Chrome]:
 
 
 class Exchange(NamedTuple):
-    """One request of the page and its answer, as the page shows them. `status` is "lost" where none came."""
+    """One request of the page and its response, as the page shows them; `status` is "lost" if there was none."""
 
     status: str
     request: str
@@ -66,14 +66,14 @@ class Exchange(NamedTuple):
 
 
 class Page:
-    """The shop in the browser's present tab."""
+    """The shop's page in the browser's current tab."""
 
     def __init__(self, browser: Chrome, url: str) -> None:
         self.browser = browser
         self.url = url
 
     def open(self) -> None:
-        """Load the page, with nothing left of earlier payments, and wait for its first look behind."""
+        """Load the page without earlier payments, and wait until it shows the ledger."""
         self.browser.get(self.url)
         self.browser.execute_script("sessionStorage.clear()")
         self.browser.refresh()
@@ -102,12 +102,12 @@ class Page:
         return self.element("outcome").get_attribute("data-state") or ""
 
     def outcome(self) -> str:
-        """Wait until it is no longer being paid; return what the page then says."""
+        """Wait until the payment has ended; return the page's message."""
         wait_until(lambda: self.state not in ("idle", "paying"), 30)
         return self.shown("outcome")
 
     def row(self) -> dict[str, str]:
-        """What the page shows of the ledger's row, read at once."""
+        """The fields of the ledger's row that the page shows, read in one step."""
         fields = ["status", "generation", "owner", "lease", "response_status"]
         script = "return arguments[0].map((name) => document.getElementById(name).textContent)"
         return dict(zip(fields, self.browser.execute_script(script, fields), strict=True))

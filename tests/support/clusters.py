@@ -1,4 +1,4 @@
-"""Slots of a cluster: the keys in one, and one on its way to another server; and clients with many connections."""
+"""Clusters: starting one, the keys of a slot, moving a slot, and clients with many connections."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["SETTLED_WITHIN", "SLOTS", "Cluster", "connect_often", "keys_in", "mo
 
 
 class Cluster:
-    """Three primaries, and a replica of each where they are asked for, made with plain client commands."""
+    """Three primaries, and optionally a replica of each, set up with plain client commands."""
 
     kind = "cluster"
 
     def __init__(self, stack: ExitStack, directory: Path, *, replicas: bool = False, node_timeout: int = 2000) -> None:
         self._stack = stack
-        self._node_timeout = str(node_timeout)  # milliseconds without an answer, after which a replica takes over
+        self._node_timeout = str(node_timeout)  # milliseconds without a reply after which a replica takes over
         self._directory = directory
         self.nodes: list[Server] = []
         buses = [self._start() for _ in range(6 if replicas else 3)]
@@ -60,7 +60,7 @@ class Cluster:
         return bus
 
     def grow(self, count: int) -> list[Server]:
-        """Let so many primaries join that have no slots, and so are in no client's map of them."""
+        """Add primaries without slots, which no client's slot map contains."""
         before = len(self.nodes)
         with self.nodes[0].client() as admin:
             for _ in range(count):
@@ -87,7 +87,7 @@ def _replicates(admin: Any, primary: str) -> bool:
     try:
         return bool(admin.execute_command("CLUSTER", "REPLICATE", primary))
     except redis.ResponseError:
-        return False  # it has not heard of it yet
+        return False  # this node does not know the new one yet
 
 
 def _is_ok(admin: Any) -> bool:
@@ -95,18 +95,18 @@ def _is_ok(admin: Any) -> bool:
 
 
 def slot_of(namespace: str, key: str) -> int:
-    """Return the slot of the row that acct's key has."""
+    """Return the slot of the row of principal `acct` with this key."""
     return key_slot(identify(namespace, "acct", key).row.encode())
 
 
 def keys_in(slot: int, namespace: str) -> Iterator[str]:
-    """Yield keys of acct's whose rows are in the slot."""
+    """Yield keys of principal `acct` whose rows are in the slot."""
     return (key for key in map("key-{}".format, range(10_000_000)) if slot_of(namespace, key) == slot)
 
 
 @contextmanager
 def moving(slot: int, from_: Server, to: Server) -> Iterator[None]:
-    """Let the slot be on its way in the block, its rows where they are; then they all go, and the slot is moved."""
+    """Start moving a slot; in the block its rows are still on the old server, and at the end they are all moved."""
     with from_.client() as source, to.client() as target:
         ids = [admin.execute_command("CLUSTER", "MYID").decode() for admin in (source, target)]
         target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
@@ -118,14 +118,14 @@ def moving(slot: int, from_: Server, to: Server) -> Iterator[None]:
 
 
 def move_rows(slot: int, from_: Server, to: Server) -> None:
-    """Move the slot's rows."""
+    """Move all rows of the slot."""
     with from_.client() as source:
         if rows := source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 1000):
             source.execute_command("MIGRATE", "127.0.0.1", to.port, "", 0, 5000, "KEYS", *rows)
 
 
 def connect_often(subject: Subject, server: Server, keys: list[str]) -> None:
-    """Have so many calls under way at the server at once that the subject holds as many connections to it."""
+    """Make so many calls at the same time that the subject opens as many connections to the server."""
     with server.client() as admin:
         admin.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
         claims = [subject.begin("claim", "acct", key, "f") for key in keys]

@@ -1,4 +1,4 @@
-"""How much Python something runs, counted and not timed."""
+"""Count the Python functions that a call enters, which is exact where a time is not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["count_calls"]
 
 
 def count_calls(act: Callable[[], object]) -> int:
-    """How many Python functions and generator steps it enters, those below redis-py's door left out."""
+    """Return how many Python functions and generator steps a call enters, except those inside redis-py."""
     entered = below = 0
     door = redis.Redis.execute_command.__code__
 
@@ -24,7 +24,7 @@ def count_calls(act: Callable[[], object]) -> int:
         elif event == "call" and not below:
             entered += 1
 
-    gc.collect()  # what others left is not collected, and counted, in here
+    gc.collect()  # so that garbage of other code is not collected, and counted, during the call
     gc.disable()
     sys.setprofile(profile)
     try:

@@ -1,4 +1,4 @@
-"""The application behind the real servers: it echoes what its view saw, and notes each run in a file."""
+"""The application behind the real servers, which echoes its request and records each run in a file."""
 
 from __future__ import annotations
 

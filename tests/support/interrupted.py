@@ -30,6 +30,9 @@ from idemredis import AsyncLedger, Ledger, LedgerUnavailable, Replay, Reservatio
 
 KEYS = 20
 
+UNREAD = [("GET", "other-1"), ("EVAL", "return {'replay', 'x'}", 0), ("HGET", "other-1", "x")]
+"""Commands of the bystander; the last is answered by an error."""
+
 
 class LimitExceeded(Exception):
     """What a task queue raises in the middle of anything."""
@@ -153,8 +156,8 @@ async def by_cancelling(url: str, seconds: float) -> Counter[str]:
     until = time.monotonic() + seconds
 
     async def leave_one_unread() -> None:
-        pool = client.connection_pool
-        connection: Any = await pool.get_connection()
+        pool: Any = client.connection_pool
+        connection = await pool.get_connection()
         await connection.send_command("GET", "other-1")
         await pool.release(connection)
 

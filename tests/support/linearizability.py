@@ -1,4 +1,7 @@
-"""Could one row, doing one thing at a time, have given these answers? A search after Wing and Gong, and Lowe."""
+"""Check that a history of calls is linearizable: one row, running one call at a time, could give these replies.
+
+The search is that of Wing and Gong, with Lowe's improvements.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ from tests.support.watching import Seen
 __all__ = ["Entry", "TooHard", "violations"]
 
 MOST_STEPS = 400_000
-"""A history of a few hundred calls takes some thousands."""
+"""Limit of search steps; a history of a few hundred calls takes some thousands."""
 
 
 class TooHard(Exception):
-    """Neither an order was found nor shown that there is none."""
+    """The search neither found an order of the calls nor showed that there is none."""
 
 
 class Entry(NamedTuple):
     """One call of a script on one row.
 
     Attributes:
-        start, end: by the monotonic clock, which all processes of the machine share.
-        reply: None where it never came: the call may have run at any time after `start`, or not at all.
-        seen: the row's TTL before and after, which is its clock; None where nobody looked.
-        call: a name of the call, where it may have to be found again.
+        start, end: times by the monotonic clock, which all processes of the machine share.
+        reply: None if it was lost; the call may have run at any time after `start`, or not at all.
+        seen: the row's TTL before and after the call, which is its clock; None if it was not recorded.
+        call: a number of the call, if it may have to be found again.
     """
 
     row: str
@@ -41,10 +44,10 @@ class Entry(NamedTuple):
 
 
 def violations(history: Iterable[Entry]) -> list[str]:
-    """Return for each row whose calls have no order that explains their answers what the search got stuck at.
+    """Return, for each row whose calls no order explains, the call at which the search got stuck.
 
     Raises:
-        TooHard: the search took too long.
+        TooHard: the search took too many steps.
     """
     rows: dict[str, list[Entry]] = defaultdict(list)
     for entry in history:
@@ -57,7 +60,7 @@ def violations(history: Iterable[Entry]) -> list[str]:
 
 
 def _search(entries: Sequence[Entry]) -> str:
-    """Return "" where an order was found, else the call that no order explains."""
+    """Return "" if an order was found, else the call that no order explains."""
     certain = sum(1 << i for i, entry in enumerate(entries) if entry.reply is not None)
     seen: set[tuple[int, Row | None]] = set()
     if not certain:
@@ -86,7 +89,7 @@ def _search(entries: Sequence[Entry]) -> str:
 
 
 def _next(entries: Sequence[Entry], done: int, row: Row | None) -> Iterator[tuple[int, Row | None]]:
-    """Give each call that may come next: begun before every call that is left has ended, and giving its own answer."""
+    """Yield each call that can come next: it began before any remaining call ended, and the model gives its reply."""
     for i, after in _candidates(entries, done, row):
         yield done | 1 << i, after
 
@@ -102,7 +105,7 @@ def _candidates(entries: Sequence[Entry], done: int, row: Row | None) -> list[tu
             continue
         if entry.reply is None:
             after, _ = transition(row, entry.script, entry.args, row.lease if row else 0)  # late enough for a takeover
-            if _at_rest(after) != row:  # one that changes nothing may as well not have run
+            if _at_rest(after) != row:  # a call that changes nothing need not have run
                 unknown.append((i, _at_rest(after)))
         else:
             open_until = min(open_until, entry.end)
@@ -111,19 +114,19 @@ def _candidates(entries: Sequence[Entry], done: int, row: Row | None) -> list[tu
     for i, after in within:
         reply = entries[i].reply
         if reply and reply[0] in LOOKS:
-            return [(i, after)]  # it fits, and changes nothing wherever it stands: no need to try it later
+            return [(i, after)]  # it fits and changes nothing, so no other place needs to be tried
     within.sort(key=lambda move: entries[move[0]].end)
     return within + [(i, after) for i, after in unknown if entries[i].start <= open_until]
 
 
 def _outcomes(entry: Entry, row: Row | None) -> Iterator[tuple[Row | None, Reply]]:
-    """Give what the call does to the row, for each of the milliseconds in which it may have looked at its TTL."""
+    """Yield the effects of the call on the row, for each millisecond at which it may have read the TTL."""
     if entry.seen is None:
         yield transition(row, entry.script, entry.args, 0)
         return
     before, left, passed = entry.seen
     if (row is None) != (before == ttl(None, 0)):
-        return  # another call made the row, or took it away, before this one
+        return  # another call must have made or removed the row before this one
     for passing in range(passed + 1):
         now = ttl(row, 0) - before + passing
         after, reply = transition(row, entry.script, entry.args, now)
@@ -132,7 +135,7 @@ def _outcomes(entry: Entry, row: Row | None) -> Iterator[tuple[Row | None, Reply
 
 
 def _at_rest(row: Row | None) -> Row | None:
-    """The row with its last transition at 0: how long ago that is, the next call sees at the TTL."""
+    """Return the row with its last transition at 0; the next call gets its age from the TTL."""
     return row and row._replace(since=0)
 
 

@@ -1,6 +1,6 @@
-"""A hypothesis state machine: the real scripts do with a row what the model does, field for field.
+"""A hypothesis state machine: the real scripts change a row as the model does, field for field.
 
-The clock stands still until a rule turns it: each script finds the row with the TTL that the model says it has then.
+The clock stands still until a rule advances it: before each script, the row's TTL is set to that of the model.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BROKEN = (
     Broken(b"retention", b"1e3", b"retention is not a positive integer"),
 )
 SOON = 10_000
-"""Milliseconds before its end from which on a row counts as gone, since Redis's own clock goes on."""
+"""Milliseconds of TTL below which a row counts as expired, since Redis's own clock does not stand still."""
 
 _rows = count(1)
 
@@ -56,11 +56,11 @@ retentions = st.sampled_from(RETENTIONS)
 
 
 class Machine(RuleBasedStateMachine):
-    """Three attempts, two requests, one row. They also ask with generations and tokens that are not theirs."""
+    """Three attempts at two requests on one row; they also use generations and tokens of others."""
 
     client: ClassVar[Any]
     scripts: ClassVar[Mapping[str, Script]] = load()
-    """The net's own test breaks them here."""
+    """The scripts to run; the test of this machine overrides it with broken ones."""
 
     @initialize(claimed=st.booleans())
     def begin(self, claimed: bool) -> None:
@@ -135,7 +135,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from((0.001, 0.999, 1.0, 3.0, -0.001, -2.0, RETENTIONS[0])))
     def turn(self, seconds: float) -> None:
-        """Turn the clock, also back. A row that is about to expire has expired: real time would decide."""
+        """Move the clock, also backwards; a row that is about to expire is expired, so that real time plays no part."""
         self.now += round(seconds * 1000)
         if self.model is not None and not self.model.lasting and ttl(self.model, self.now) <= SOON:
             self.now = max(self.now, self.model.since + self.model.retention)
@@ -151,7 +151,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.model is not None)
     @rule()
     def persist(self) -> None:
-        """Somebody takes the TTL away: nobody can tell how old the row is, until its owner goes on."""
+        """Remove the TTL, as PERSIST does; the row's age is unknown until its owner's next call."""
         assert self.model is not None
         self.client.persist(self.identity.row)
         self.model = self.model._replace(lasting=True)
@@ -161,7 +161,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.model is not None)
     @rule(broken=st.sampled_from(BROKEN))
     def spoil(self, broken: Broken) -> None:
-        """Somebody breaks a field, and mends it once everybody has left the row as it is."""
+        """Break a field, check that no call changes the row, and repair it."""
         assert self.model is not None
         whole, row = self.model, self.identity.row
         if broken.value is None:
@@ -179,7 +179,7 @@ class Machine(RuleBasedStateMachine):
             self.ask(operations.claim(self.identity, OWNERS[0], FINGERPRINTS[0], LEASES[0], RETENTIONS[0], 5.0, ""))
 
     def by_a_stranger(self) -> list[Call[Any]]:
-        """What anybody may ask of a row that somebody else made."""
+        """Call a script that any attempt may call on a row of another attempt."""
         stranger = (OWNERS[2], FINGERPRINTS[0], LEASES[0], RETENTIONS[0])
         return [
             operations.claim(self.identity, *stranger, 5.0, ""),
@@ -188,9 +188,9 @@ class Machine(RuleBasedStateMachine):
         ]
 
     def ask(self, call: Call[Any]) -> None:
-        """Run the call on the server and on the model; their answers, rows and TTLs must be the same.
+        """Run a call on the server and on the model, and compare their replies, rows and TTLs.
 
-        Where time went on meanwhile, they must be so for one of the milliseconds in which the script may have looked.
+        If time passed meanwhile, they must agree for one of the milliseconds at which the script may have read the TTL.
         """
         ran = run_at(self.client, self.scripts[call.script], call.row, call.args, ttl(self.model, self.now))
         passed = ran.seen.passed

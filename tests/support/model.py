@@ -1,6 +1,6 @@
-"""What a row does, as a pure function: the scripts again, in Python and without Redis. Time is an argument.
+"""A model of a row as a pure function: the scripts in Python, without Redis, with time as an argument.
 
-The time of a row's last transition is kept beside it; its TTL follows from that, as in Redis the reverse.
+The model stores the time of the last transition and derives the TTL from it; Redis does the reverse.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ __all__ = ["LOOKS", "VANISH", "Broken", "Reply", "Row", "fields", "transition", 
 Reply: TypeAlias = tuple[bytes | int, ...]
 
 VANISH = "vanish"
-"""Not a script: the row is deleted, or is lost in a failover."""
+"""Not a script: the row was deleted, or lost in a failover."""
 
 
 LOOKS = {b"in_progress", b"stale", b"reused", b"replay", b"corrupt", b"lost", b"fenced", b"row", b"none"}
-"""What a script answers that has changed nothing."""
+"""Replies of scripts that changed nothing."""
 
 
 class Broken(NamedTuple):
-    """What somebody did to a field; None took it away. `why` is what the scripts say of the row from then on."""
+    """An edit of a field, where None removes it; `why` is the scripts' reason for calling the row corrupt."""
 
     field: bytes
     value: bytes | None
@@ -32,11 +32,11 @@ class Row(NamedTuple):
     """A row; all times are in ms.
 
     Attributes:
-        since: when the last transition was. It may lie ahead of a clock that stepped back.
-        answer: (status, headers, body, omitted).
+        since: time of the last transition; it is in the future if the clock stepped back.
+        answer: the stored response: (status, headers, body, omitted).
         checkpoint: (name, data, sequence).
-        lasting: somebody took its TTL away.
-        broken: what somebody did to it otherwise; nobody who owns it asks for anything meanwhile.
+        lasting: True if the TTL was removed.
+        broken: an edit of another field; the row's owner makes no calls while there is one.
     """
 
     status: str
@@ -55,14 +55,14 @@ class Row(NamedTuple):
 
 
 def ttl(row: Row | None, now: int) -> int:
-    """Return what PTTL answers: -2 where there is no row, -1 where it has no TTL."""
+    """Return the reply to PTTL: -2 if there is no row, -1 if it has no TTL."""
     if row is None:
         return -2
     return -1 if row.lasting else row.since + row.retention - now
 
 
 def transition(row: Row | None, script: str, args: Sequence[object], now: int) -> tuple[Row | None, Reply]:
-    """Return the row as the script leaves it, and what the script answers."""
+    """Return the row after the script, and the script's reply."""
     words = tuple(arg if isinstance(arg, bytes) else str(arg).encode() for arg in args)
     if row is not None and not row.lasting and ttl(row, now) <= 0:
         row = None
@@ -83,7 +83,7 @@ def transition(row: Row | None, script: str, args: Sequence[object], now: int) -
 
 
 def fields(row: Row | None) -> dict[bytes, bytes]:
-    """Return the row as HGETALL shows it."""
+    """Return the row's fields, as HGETALL does."""
     if row is None:
         return {}
     shown = {
@@ -205,7 +205,7 @@ def _read(row: Row | None, token: bytes, with_body: bytes, *, now: int) -> Reply
 
 
 def _restarted(row: Row, now: int, retention: bytes) -> Row:
-    """The clock starts anew, also where the TTL had been taken away."""
+    """Return the row with its clock restarted; this also restores a TTL that was removed."""
     return row._replace(since=now, retention=int(retention), lasting=False)
 
 
@@ -214,7 +214,7 @@ def _lease_left(row: Row, now: int) -> int:
 
 
 def _fault(row: Row) -> bytes:
-    """Return why nobody may run it, or b"". Without a TTL nobody can tell how old a lease is."""
+    """Return why the row is corrupt, or b""; a pending row without a TTL is, since its lease's age is unknown."""
     if row.broken is not None:
         return row.broken.why
     return b"it is pending and has no TTL" if row.lasting and row.status == "pending" else b""

@@ -1,4 +1,4 @@
-"""Functions and results for `once` that other modules must be able to name."""
+"""Functions and result types for `once` that other modules import by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Basket:
 
 
 class Model:
-    """What a pydantic model is to us."""
+    """The part of a pydantic model's interface that `once` uses."""
 
     def __init__(self, amount: int) -> None:
         self.amount = amount

@@ -1,6 +1,6 @@
-"""gunicorn in front of an application that can be made to die at any point. It dies with its parent.
+"""gunicorn with an application that can be killed at chosen points; it dies with its parent.
 
-`python -m tests.support.mortal '{"address": …}'` is such a server.
+`python -m tests.support.mortal '{"address": …}'` runs such a server.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ class Gunicorn(OnSocket):
             "namespace": namespace,
             "worker": worker,
         }
-        patched = ["-m", "gevent.monkey", "--module"] if worker == "gevent" else ["-m"]  # before anything is imported
+        patched = ["-m", "gevent.monkey", "--module"] if worker == "gevent" else ["-m"]  # patch before other imports
         text = json.dumps(given | {"notes": str(self._notes)} | settings)
         super().__init__([sys.executable, *patched, "tests.support.mortal", text], folder)
 
     def notes(self, key: str) -> list[str]:
-        """Return what was noted of the key: "begun" and "done" of each run, and where it died."""
+        """Return the records of a key: "begun" and "done" for each run, and where it died."""
         lines = self._notes.read_text().splitlines() if self._notes.exists() else []
         return [line.split(" ", 1)[1] for line in lines if line.split(" ", 1)[0] == key]
 
     def send(self, key: str, path: str = "/charges", body: bytes = b"{}") -> socket.socket:
-        """Send a request and return the connection, to read the answer from."""
+        """Send a request, and return the connection to read the response from."""
         connection = self.connect()
         head = f"POST {path} HTTP/1.1\r\nHost: shop\r\nConnection: close\r\nIdempotency-Key: {key}\r\n"
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
@@ -66,7 +66,7 @@ class Gunicorn(OnSocket):
         if self.process.poll() is not None:
             raise RuntimeError(f"gunicorn did not start: {self.log[-2000:]}")
         if len(self.notes("worker")) < self._loads:
-            return False  # told to end while it boots, a worker of gunicorn's does not hear it
+            return False  # a gunicorn worker ignores SIGTERM while it boots
         with suppress(OSError), self.connect() as connection:
             connection.sendall(b"GET /up HTTP/1.1\r\nHost: shop\r\nConnection: close\r\n\r\n")
             return read_answer(connection).status == 200
@@ -74,7 +74,7 @@ class Gunicorn(OnSocket):
 
 
 class _Mortal(Ledger):
-    """A ledger whose process dies where the key says, once."""
+    """A ledger whose process dies, once, at the point that the key names."""
 
     notes: str
 
@@ -111,7 +111,7 @@ def _create_app(given: dict[str, Any]) -> Flask:
     if given.get("preload"):
         before = ledger.claim("acct-secret-1", f"before-the-fork-{os.getpid()}", "f")
         assert isinstance(before, Reservation)
-        ledger.start_heartbeat(before)  # its thread runs when the workers are forked
+        ledger.start_heartbeat(before)  # so that its thread is running when the workers are forked
 
     @app.get("/up")
     def up() -> str:

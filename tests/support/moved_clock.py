@@ -1,4 +1,4 @@
-"""A real server whose wall clock a test can move."""
+"""Real servers whose wall clock a test can move."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SOURCE = Path(__file__).with_suffix(".c")
 
 
 class MovedServer(Server):
-    """A server that begins at the present time, and whose clock jumps when told."""
+    """A server whose clock starts at the present time and can be set."""
 
     def __init__(self, kind: str, directory: Path, compiler: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -36,7 +36,7 @@ class MovedServer(Server):
         super().__init__(kind, directory, [*moved, *command_of(kind)])
 
     def jump_to(self, seconds: int) -> None:
-        """Have the clock so many seconds ahead of the real one, behind it where negative; return when it is."""
+        """Set the clock so many seconds ahead of real time (negative: behind), and wait until the server uses it."""
         with self._offset.open("r+b") as file:
             file.write(struct.pack("q", seconds))
         with self.client() as client:
@@ -45,7 +45,7 @@ class MovedServer(Server):
 
 @contextmanager
 def moved_server(kind: str, directory: Path) -> Iterator[MovedServer]:
-    """Run a server of that kind ("valkey" or "redis") whose clock can be moved; skip where there is no C compiler."""
+    """Run a server, "valkey" or "redis", whose clock can be moved; skip the test if there is no C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         missing = "there is no C compiler (cc) on PATH"
@@ -60,5 +60,5 @@ def moved_server(kind: str, directory: Path) -> Iterator[MovedServer]:
 
 
 def _now(client: redis.Redis) -> float:
-    """The time that the server goes by: it reads the clock ten times a second."""
+    """Return the server's cached time, which it updates ten times a second."""
     return float(client.info("server")["server_time_usec"]) / 1e6

@@ -1,4 +1,4 @@
-"""Ways in which a server refuses: each is in force in its block."""
+"""Context managers in whose blocks a server refuses commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.waiting import wait_until
 
 __all__ = ["OUTAGES", "Outage"]
 
-# What each docstring says is what the server says, less the prefix that redis-py takes off.
+# Each docstring is a pattern for the server's error message, without the prefix that redis-py removes.
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Places where a ledger can be, each with a URL; and the command line, run in this process."""
+"""Servers with a URL, and the command line, which runs in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _memories = count(1)
 
 @dataclass
 class Place:
-    """One kind of server, with what the command line needs to find it."""
+    """A server of one kind, with the URL that the command line needs."""
 
     kind: str
     url: str
@@ -32,7 +32,7 @@ class Place:
 
 @dataclass
 class Ran:
-    """What a command answered."""
+    """The exit code and output of a command."""
 
     code: int
     out: str
@@ -78,7 +78,7 @@ def ledger(place: Place, namespace: str) -> Iterator[Ledger]:
 
 @pytest.fixture
 def run(place: Place, namespace: str) -> Run:
-    """Run `idemredis`, with the place's URL and the test's namespace."""
+    """Run `idemredis` with the place's URL and the test's namespace."""
 
     def run_it(*words: str, url: str = place.url, namespace: str = namespace, **options: Any) -> Ran:
         ran = CliRunner().invoke(main, ["--url", url, "--namespace", namespace, "--timeout", "5", *words], **options)

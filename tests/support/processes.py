@@ -1,4 +1,4 @@
-"""Processes of a test, which die with it."""
+"""Child processes that die with the test process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
-    """Have this process killed when its parent ends, however it ends."""
+    """Ask the kernel to kill this process when its parent ends, for whatever reason."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:

@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a server that loses, delays or cuts off requests and replies when told to."""
+"""A TCP proxy that loses, delays or cuts off requests and replies on demand."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Literal, Self, TypeAlias
 __all__ = ["Fate", "Proxy"]
 
 Fate: TypeAlias = Literal["pass", "lose request", "lose reply", "cut reply"] | float
-"""What becomes of a request; a number is the seconds by which it comes late, even when its client has given up."""
+"""The fate of a request; a number is a delay in seconds, after which it is delivered even if its client has left."""
 
 
 class Proxy:
-    """Forwards bytes both ways. Only a request that has `matching` in it (EVAL and EVALSHA) is ever touched."""
+    """Forward bytes both ways; only requests that contain `matching` (by default EVAL and EVALSHA) are disturbed."""
 
     def __init__(self, target_port: int, matching: bytes = b"EVAL") -> None:
         self._target = target_port
@@ -37,11 +37,11 @@ class Proxy:
         self._thread.start()
 
     def drop_replies(self, count: int = 1) -> None:
-        """Lose the next `count` replies: the server has run the request, its client sees the connection break."""
+        """Lose the next `count` replies: the server runs the request, and the client's connection breaks."""
         self._deal("lose reply", count)
 
     def drop_requests(self, count: int = 1) -> None:
-        """Lose the next `count` requests: the server never sees them, their client sees the connection break."""
+        """Lose the next `count` requests: the server never gets them, and the client's connection breaks."""
         self._deal("lose request", count)
 
     def cut_replies(self, count: int = 1) -> None:
@@ -49,16 +49,16 @@ class Proxy:
         self._deal("cut reply", count)
 
     def delay_requests(self, count: int = 1, seconds: float = 1.0) -> None:
-        """Deliver the next `count` requests late, also those that their client has given up."""
+        """Deliver the next `count` requests late, even if their client has given up."""
         self._deal(seconds, count)
 
     def choose(self, choose: Callable[[], Fate] | None) -> None:
-        """Ask for the fate of each request from now on."""
+        """Call a function for the fate of each request from now on."""
         with self._lock:
             self._choose = choose
 
     def refuse(self, refusing: bool = True) -> None:
-        """Break every connection, and each new one, until told `refuse(False)`."""
+        """Break every connection, including new ones, until `refuse(False)`."""
         with self._lock:
             self._refusing = refusing
             if refusing:
@@ -67,11 +67,11 @@ class Proxy:
                         end.shutdown(socket.SHUT_RDWR)
 
     def hold(self, holding: bool = True) -> None:
-        """Keep every reply back, until told `hold(False)`: the server has run the request, its client waits."""
+        """Hold back every reply until `hold(False)`: the server runs the requests, and their clients wait."""
         (self._flowing.clear if holding else self._flowing.set)()
 
     def close(self) -> None:
-        """Break every connection and listen no more."""
+        """Break every connection and stop listening."""
         self._closing.set()
         self.refuse()
         self.hold(False)
@@ -110,7 +110,10 @@ class Proxy:
                         if not data:
                             return
                         if end is near:
-                            if fate not in ("lose reply", "cut reply"):  # else it is the rest of that request
+                            if fate not in (
+                                "lose reply",
+                                "cut reply",
+                            ):  # otherwise these bytes are the rest of that request
                                 fate = self._fate(data)
                             if fate == "lose request":
                                 return

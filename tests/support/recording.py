@@ -1,4 +1,4 @@
-"""Ledgers whose every call is recorded as it goes to the server, and workers that use them at random."""
+"""Ledgers whose calls to the server are recorded, and workers that use them at random."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["KEYS", "Recording", "play", "play_async", "settled", "troubled"]
 
 KEYS = ("key-1", "key-2", "key-3")
 POLICY = Policy(lease=1.0, retention=6000.0)
-"""No row expires in a game: its turns and pauses are far shorter than that. Some are deleted."""
+"""No row expires during a run, whose clock turns and pauses are far shorter. Some rows are deleted."""
 
 TIMEOUT = 0.15
 
@@ -45,7 +45,7 @@ LONGEST_NUMBER = 16
 
 
 class Recording(Mapping[str, Script]):
-    """Scripts to give a ledger: each says what the row's TTL was before and after it, and leaves a note that it ran."""
+    """Scripts for a ledger that report the row's TTL before and after, and record that they ran."""
 
     def __init__(self, scripts: Mapping[str, Script], namespace: str) -> None:
         self.entries: list[Entry] = []
@@ -63,7 +63,7 @@ class Recording(Mapping[str, Script]):
         return len(self._scripts)
 
     def sent(self, words: Words) -> Words:
-        """Give a call of a script the number under which it is noted; a call sent again is another call."""
+        """Give a call the number under which it is recorded; a call that is sent again gets another number."""
         if words[0] not in SCRIPTS:
             return words
         words = (*words, secrets.token_hex(8).encode())
@@ -71,7 +71,7 @@ class Recording(Mapping[str, Script]):
         return words
 
     def replied(self, words: Words, reply: Any) -> Any:
-        """Note a call and what came of it; return its own reply. An error of the server says that it did not run."""
+        """Record a call with its reply, and return the reply; an error of the server means that it did not run."""
         if words[0] not in SCRIPTS or isinstance(reply, ResponseError):
             return reply
         _, script, _, row, *args, call = words
@@ -85,16 +85,16 @@ class Recording(Mapping[str, Script]):
         return reply
 
     def vanish(self, client: redis.Redis, row: str) -> None:
-        """Delete the row, straight on the server."""
+        """Delete the row on the server, without the proxy."""
         start = time.monotonic()
         gone = client.delete(row)
         self.entries.append(Entry(row, VANISH, (), start, time.monotonic(), (b"%d" % gone,), None))
 
 
 def settled(near: redis.Redis, namespace: str, entries: Sequence[Entry]) -> list[Entry]:
-    """Add the answers that were lost on the way, and leave out the calls that never ran.
+    """Return the history with the replies that were lost, and without the calls that never ran.
 
-    To be asked once all players are done: what comes later than the last answer has changed nothing that was answered.
+    Call it once all workers are done. A call that runs after the last reply cannot have changed any recorded reply.
     """
     noted = ran(near, _log(namespace))
     history = []
@@ -111,7 +111,7 @@ def _log(namespace: str) -> str:
 
 
 def troubled(seed: int, share: float = 0.15) -> Callable[[], Fate]:
-    """Return a chooser for a proxy: so many of the requests are lost, unanswered, cut off, slow or late."""
+    """Return a function that chooses the fate of a proxy's requests: a share is lost, cut off, slow or late."""
     dice = random.Random(seed)
 
     def choose() -> Fate:
@@ -126,10 +126,10 @@ def troubled(seed: int, share: float = 0.15) -> Callable[[], Fate]:
 def play(
     port: int, near: redis.Redis, namespace: str, seed: int, *, workers: int = 6, rounds: int = 25, **how: Any
 ) -> list[Entry]:
-    """Have threads claim, renew, finish, release and abandon a few keys at random; return what was sent and answered.
+    """Let threads claim, renew, finish, release and abandon a few keys at random; return the calls and replies.
 
-    `port` is that of the proxy, `near` a client of the server itself. `how` may give `client` (another class) and
-    `scripts`, to break them on purpose.
+    `port` is the port of the proxy, `near` a client of the server itself. `how` can have another class as `client`, and
+    `scripts` with deliberate mistakes.
     """
     game = _Game(near, namespace, seed, rounds, how.get("scripts", load()))
     far = redis.Redis(port=port, socket_timeout=TIMEOUT, retry=Retry(NoBackoff(), 0))
@@ -166,7 +166,7 @@ def play(
 def play_async(
     port: int, near: redis.Redis, namespace: str, seed: int, *, workers: int = 6, rounds: int = 25
 ) -> list[Entry]:
-    """The same with tasks of one event loop."""
+    """Let tasks of one event loop use a few keys at random; return the calls and replies."""
     game = _Game(near, namespace, seed, rounds, load())
 
     async def work(ledger: AsyncLedger, number: int) -> None:
@@ -196,7 +196,7 @@ def play_async(
 
 
 class _Game:
-    """What the workers do, at random but for the seed."""
+    """The workers' choices, which are random but repeatable by their seed."""
 
     def __init__(
         self,
@@ -231,7 +231,7 @@ class _Game:
             if dice.random() < 0.3:
                 yield "checkpoint", r, f"step-{number}-{turn}", turn
             if dice.random() < 0.3:
-                self.clock.turn(POLICY.lease)  # it stalls, and somebody may take over
+                self.clock.turn(POLICY.lease)  # stall, so that another worker can take over
             answer = StoredResponse(dice.choice((200, 201)), (), f"{number}/{turn}".encode())
             end = dice.choice(("complete", "complete", "fail", "release", "abandon", "twice"))
             if end == "twice":
@@ -243,7 +243,7 @@ class _Game:
                 yield "release", r
 
     def end(self) -> list[Entry]:
-        """Look at each row once more, and return everything that was sent."""
+        """Read each row once more, and return all recorded calls."""
         for key in KEYS:
             call = operations.claim(identify(self._namespace, "acct", key), "last", "f", 1.0, 6000.0, 0.0, "")
             plain = ("EVAL", self.recording[call.script].text, 1, call.row, *call.args)

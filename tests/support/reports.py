@@ -1,4 +1,4 @@
-"""Doctor's reports, read."""
+"""Reading the reports of `doctor`."""
 
 from __future__ import annotations
 

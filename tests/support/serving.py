@@ -1,6 +1,6 @@
-"""Real WSGI servers in processes of their own, which die with their parent, and raw HTTP to speak to them.
+"""Real WSGI servers in their own processes, which die with their parent, and a raw HTTP client for them.
 
-`python -m tests.support.serving KIND SOCKET PARENT URL NAMESPACE RUNS` is such a server.
+`python -m tests.support.serving KIND SOCKET PARENT URL NAMESPACE RUNS` runs such a server.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Answer(NamedTuple):
-    """`status` is 0 where the server closed the connection without an answer."""
+    """An HTTP response; `status` is 0 if the server closed the connection without one."""
 
     status: int
     headers: dict[str, str]
@@ -41,12 +41,12 @@ class Answer(NamedTuple):
 
     @property
     def error(self) -> object:
-        """Return the code of a refusal; None for other answers."""
+        """Return the code of a refusal; None for other responses."""
         return self.json.get("error") if self.headers.get("content-type") == "application/json" else None
 
 
 class OnSocket(ABC):
-    """A server of its own process, on a unix socket in a folder of its own."""
+    """A server in its own process, on a unix socket in its own folder."""
 
     def __init__(self, words: list[str], folder: Path) -> None:
         self.folder = folder
@@ -69,7 +69,7 @@ class OnSocket(ABC):
 
     @abstractmethod
     def is_up(self) -> bool:
-        """Whether it answers; raises where its process has ended."""
+        """Return True if the server responds; raise if its process has ended."""
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
@@ -99,12 +99,12 @@ class OnSocket(ABC):
 
 
 class Served(OnSocket):
-    """The shop of `tests.support.echo` behind a server of that kind, on a unix socket."""
+    """The application of `tests.support.echo` behind a server of one kind, on a unix socket."""
 
     def __init__(self, kind: str, url: str, namespace: str = "served") -> None:
         self.kind = kind
         self.namespace = namespace
-        folder = Path(tempfile.mkdtemp(prefix="web"))  # pytest's own are too long for a socket's name
+        folder = Path(tempfile.mkdtemp(prefix="web"))  # pytest's folders are too long for a socket's name
         self._runs = folder / "runs"
         words = [kind, str(folder / "s"), str(os.getpid()), url, namespace, str(self._runs)]
         super().__init__([sys.executable, "-m", "tests.support.serving", *words], folder)
@@ -117,7 +117,7 @@ class Served(OnSocket):
         self._runs.unlink(missing_ok=True)
 
     def exchange(self, head: str, body: bytes = b"", *, half_close: bool = False) -> Answer:
-        """Send exactly these bytes (lines ended by a bare newline get theirs), and read one answer."""
+        """Send a request with this head and body, and read one response; newlines of the head become CRLF."""
         with self.connect() as connection:
             lines = f"{head.strip()}\nHost: shop\nConnection: close\n\n".replace("\n", "\r\n")
             with suppress(BrokenPipeError):  # a server may refuse before it has read everything

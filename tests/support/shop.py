@@ -1,4 +1,4 @@
-"""An application on a ledger of our own making, with a client that `from_url` made, as a service has it."""
+"""An application on a ledger that `from_url` made, as a service would have it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Got(NamedTuple):
 
 
 class Shop:
-    """One protected view, which counts itself and does what `inside` says.
+    """An application with one protected view, which counts its runs and calls `inside`.
 
     Attributes:
         runs: how often the view ran.
-        events: names of what the ledger told.
+        events: names of the events that the ledger emitted.
     """
 
     def __init__(self, url: str, namespace: str, policy: Policy | None = None, **settings: Any) -> None:

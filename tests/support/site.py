@@ -1,4 +1,4 @@
-"""An application to attack: its views, its ledger, and its rows."""
+"""A Flask application under test: its views, its ledger and its rows."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Site:
     """An application with its extension and ledger.
 
     Attributes:
-        runs: what views have appended; its length is the counter that must not move on a refusal.
-        sent: the scripts that the ledger asked for, in order.
-        events: what the ledger told.
-        store: a plain client, to look at rows and to spoil them.
+        runs: values that views appended; its length must not change on a refusal.
+        sent: the scripts that the ledger called, in order.
+        events: the events that the ledger emitted.
+        store: a plain client, to read and edit rows.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Site:
         return self.app.test_client()
 
     def view(self, run: Callable[..., Any] | None = None, path: str = "/charges", **options: Any) -> None:
-        """Add a protected view that counts itself; it answers 201 with a body of its own each time."""
+        """Add a protected view that counts its runs, and returns 201 with another body each time."""
 
         def charge(**args: Any) -> Any:
             self.runs.append(path)
@@ -77,7 +77,7 @@ class Site:
         self, key: str | None = "k1", path: str = "/charges", method: str = "POST", **options: Any
     ) -> TestResponse:
         headers = list(options.pop("headers", ()))
-        options.setdefault("buffered", True)  # a stream that nobody reads is not settled
+        options.setdefault("buffered", True)  # a stream that is not read to its end does not settle the row
         if key is not None:
             headers.append(("Idempotency-Key", key))
         if not options.keys() & {"data", "json", "input_stream"}:
@@ -88,23 +88,23 @@ class Site:
         return identify(self.namespace, principal, key, operation).row
 
     def row(self, key: str = "k1", principal: str = PRINCIPAL, operation: str = "") -> dict[str, bytes]:
-        """Return the row's fields; none where there is no row."""
+        """Return the row's fields; empty if there is no row."""
         fields = cast(dict[bytes, bytes], self.store.hgetall(self.row_name(key, principal, operation)))
         return {name.decode(): value for name, value in fields.items()}
 
     def rows(self) -> dict[bytes, Any]:
-        """Return everything there is, byte for byte, without the time it has left."""
+        """Return the whole store byte for byte, without TTLs."""
         names = cast(list[bytes], self.store.keys())
         return {name: self.store.dump(name) for name in names}
 
     def omitted(self, key: str = "k1") -> bytes:
-        """Return why the finished row has no body; nothing where it has one."""
+        """Return why the finished row has no body, or nothing if it has one."""
         row = self.row(key)
         assert "response_body" in row, f"the row is {row['status']!r}"
         return row.get("response_omitted", b"")
 
     def pttl(self, key: str = "k1") -> int:
-        """Return the milliseconds that the row still lives."""
+        """Return the milliseconds until the row expires."""
         left: int = self.store.pttl(self.row_name(key))
         return left
 
@@ -158,7 +158,7 @@ def make_site(every_key_left_expires: Servers, namespace: str) -> Iterator[MakeS
 
 @pytest.fixture
 def site(make_site: MakeSite) -> Site:
-    """A site whose `/charges` counts itself and answers 201."""
+    """A site whose view `/charges` counts its runs and returns 201."""
     site = make_site()
     site.view()
     return site

@@ -23,7 +23,7 @@ class Servers:
         self.used: list[AnyServer] = []
 
     def get(self, kind: str) -> AnyServer:
-        """Return the server of that kind, to be looked over when the test ends."""
+        """Return the server of one kind, which is checked at the end of the test."""
         if kind == "redis" and shutil.which("redis-server") is None:
             missing = "there is no redis-server on PATH"
             if os.environ.get("CI"):
@@ -36,7 +36,7 @@ class Servers:
         return server
 
     def watch(self, server: AnyServer) -> None:
-        """Look this server over when the test ends: every key left on it must expire."""
+        """Check this server at the end of the test: every key left on it must have a TTL."""
         if server not in self.used:
             self.used.append(server)
 

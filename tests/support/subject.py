@@ -1,4 +1,4 @@
-"""One sync-looking face over both ledgers, so that behaviour is written once."""
+"""One sync interface for both ledgers, so that each behaviour has one test."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ ANSWER_WITHIN = 60.0
 
 
 class AnyServer(Protocol):
-    """Whatever clients can be had of: a server, fakeredis, a cluster."""
+    """Anything that makes clients: a server, fakeredis, a cluster."""
 
     @property
     def kind(self) -> str:
-        """What it is."""
+        """The kind of server, such as "valkey"."""
 
     def client(self, **options: Any) -> Any:
         """Return a sync client."""
@@ -42,13 +42,13 @@ PATIENCE = 5.0
 
 
 class Subject:
-    """A ledger under test. The async one runs on an event loop of its own, in a thread of its own.
+    """A ledger under test; an async one runs on its own event loop in its own thread.
 
     Attributes:
         mode: "sync" or "async".
-        server: where its rows are.
-        ledger: the `Ledger` or `AsyncLedger` itself.
-        client: a plain sync client of the same server, to look at rows and to spoil them.
+        server: the server with its rows.
+        ledger: the `Ledger` or `AsyncLedger`.
+        client: a plain sync client of the same server, to read and edit rows.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Subject:
         log_keys: bool = False,
         **options: Any,
     ) -> None:
-        """Make a ledger of that mode: on `url` by `from_url`, or on a client of `server` made with `options`."""
+        """Make a ledger, with `from_url` if `url` is given, otherwise on a client of `server` made with `options`."""
         self.mode = mode
         self.server = server
         self.namespace = namespace
@@ -92,55 +92,55 @@ class Subject:
         takeover: bool = True,
         route: str = "",
     ) -> Outcome:
-        """See `Ledger.claim`."""
+        """Claim the key, and return the outcome."""
         outcome: Outcome = self._do("claim", principal, key, fingerprint, operation, lease, wait, takeover, route)
         return outcome
 
     def claimed(self, *args: Any, **kwargs: Any) -> Reservation:
-        """Claim, and be sure to have it."""
+        """Claim the key, and return the reservation, which must have been granted."""
         outcome = self._do("claim", *args, **kwargs)
         assert isinstance(outcome, Reservation), outcome
         return outcome
 
     def complete(self, r: Reservation, response: StoredResponse) -> None:
-        """See `Ledger.complete`."""
+        """Complete the row with a response."""
         self._do("complete", r, response)
 
     def fail(self, r: Reservation, response: StoredResponse) -> None:
-        """See `Ledger.fail`."""
+        """Fail the row with a response."""
         self._do("fail", r, response)
 
     def release(self, r: Reservation) -> None:
-        """See `Ledger.release`."""
+        """Release the row."""
         self._do("release", r)
 
     def hold(self, r: Reservation, *, for_review: bool = False) -> None:
-        """See `Ledger.hold`."""
+        """Leave the row pending until its lease ends."""
         self._do("hold", r, for_review=for_review)
 
     def renew(self, r: Reservation) -> None:
-        """See `Ledger.renew`."""
+        """Extend the lease."""
         self._do("renew", r)
 
     def start_heartbeat(self, r: Reservation) -> None:
-        """See `Ledger.start_heartbeat`."""
+        """Start renewing the lease in the background."""
         self._do("start_heartbeat", r)
 
     def checkpoint(self, r: Reservation, name: str, data: object = None) -> None:
-        """See `Ledger.checkpoint`."""
+        """Save a checkpoint and extend the lease."""
         self._do("checkpoint", r, name, data)
 
     def read(self, principal: object, key: str, operation: str = "") -> Row | None:
-        """See `Ledger.read`."""
+        """Return the row, or None if there is none."""
         row: Row | None = self._do("read", principal, key, operation)
         return row
 
     def flush(self) -> None:
-        """Close the ledger: what waits in the background is tried once more, or lost."""
+        """Close the ledger, so that background work is retried once and then given up."""
         self._do("close")
 
     def close(self) -> None:
-        """Close the ledger, its client, the client to look with, and the event loop. More than once is fine."""
+        """Close the ledger, both clients and the event loop; it can be called more than once."""
         if self._loop is None:
             self.ledger.close()
             if self._own is not None:
@@ -153,7 +153,7 @@ class Subject:
         self.client.close()
 
     def begin(self, method: str, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
-        """Start a method of the ledger and return its future. Cancelling that of an AsyncLedger cancels its task."""
+        """Start a method of the ledger and return its future; cancelling an AsyncLedger's future cancels its task."""
         if self._loop is not None:
             return self._loop.begin(getattr(self.ledger, method)(*args, **kwargs))
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
@@ -172,7 +172,7 @@ class Subject:
         return identify(self.namespace, principal, key, operation).row
 
     def fields(self, name: str) -> Fields:
-        """Return the whole row as it is in Redis."""
+        """Return all fields of the row in Redis."""
         return cast(Fields, self.client.hgetall(name))
 
     def pttl(self, name: str) -> int:
@@ -181,7 +181,7 @@ class Subject:
         return left
 
     def at_work(self) -> int:
-        """Return how many threads (of this namespace) or tasks (of this loop) work in the background."""
+        """Return the number of background threads of this namespace, or of tasks of this loop."""
         if self._loop is None:
             return sum(thread.name == f"idemredis {self.namespace}" for thread in threading.enumerate())
         return self._loop.run(_other_tasks())
@@ -193,7 +193,7 @@ class Subject:
 
 
 class _Loop:
-    """An event loop in a thread, so that its background tasks go on between two calls of a test."""
+    """An event loop in a thread, so that background tasks keep running between the calls of a test."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()

@@ -1,4 +1,4 @@
-"""Waiting for what another thread or process does, with a deadline and never a fixed sleep."""
+"""Waiting for another thread or process, with a deadline and without a fixed sleep."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def wait_until(predicate: Callable[[], T], seconds: float = 20.0) -> T:
-    """Ask until the answer is true, and return it.
+    """Call a function until its result is true, and return the result.
 
     Raises:
-        AssertionError: it was not, for `seconds`.
+        AssertionError: it was not true within `seconds`.
     """
     until = time.monotonic() + seconds
     while True:

@@ -1,6 +1,6 @@
-"""The scripts, word for word, run inside one that notes what the row's TTL was before and after.
+"""Run the unmodified scripts inside a script that records the row's TTL before and after.
 
-A row's TTL is its clock, so this is the time that the script could read, and the time that it set.
+A row's TTL is its clock, so these are the time that the script read and the time that it set.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ return {before, after, passed, reply, fields}
 class Seen(NamedTuple):
     """A row's PTTL before and after a script.
 
-    `passed` is how many milliseconds went by between the two. Time stands still in a script of most servers, and there
-    it is 0; Redis before 7.2 goes on.
+    `passed` is the number of milliseconds between the two. It is 0 on most servers, where time stands still in a
+    script; on Redis before 7.2 it does not.
     """
 
     before: int
@@ -63,7 +63,7 @@ class Seen(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a script answered and saw; `fields` is the row afterwards, where it was asked for."""
+    """A script's reply and the TTLs around it; `fields` is the row afterwards, if requested."""
 
     reply: tuple[bytes | int, ...]
     seen: Seen
@@ -71,16 +71,16 @@ class Run(NamedTuple):
 
 
 def watched(script: Script, log: str) -> Script:
-    """Return the script in one that takes a number of the call as a further argument, and notes under it that it ran.
+    """Wrap a script so that it takes a call number as its last argument and records under it that it ran.
 
-    It answers (before, after, passed, reply).
+    The wrapped script replies (before, after, passed, reply).
     """
     text = _WATCHED.format(text=script.text, first=_CALL, last=_LOG.format(log=log))
     return Script(script.name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
 def ran(client: Any, log: str) -> dict[str, Run]:
-    """Return what every call was answered that ran by now, also where its answer was lost on the way."""
+    """Return the replies of all calls that have run, including those whose replies were lost."""
     found: dict[bytes, bytes] = client.hgetall(log)
     return {call.decode(): _run(json.loads(noted)) for call, noted in found.items()}
 
@@ -91,9 +91,10 @@ def _run(noted: Sequence[Any]) -> Run:
 
 
 def run_at(client: Any, script: Script, row: str, args: Sequence[object], ttl: int) -> Run:
-    """Run the script on a row that has so many milliseconds left, whatever it has now; -2: on none, -1: without a TTL.
+    """Run a script on a row whose TTL is first set to so many milliseconds; -2 is no row, -1 no TTL.
 
-    Its TTL afterwards is returned, and then put far away: no pause of this process makes the row expire.
+    Afterwards the row's TTL is read for the result, and then set far into the future, so that a pause of this process
+    cannot make the row expire.
     """
     text = _WATCHED.format(text=script.text, first=_SET_TTL, last=_RESET_TTL)
     *seen, reply, fields = client.eval(text, 1, row, *args, ttl)

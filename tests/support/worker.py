@@ -1,4 +1,4 @@
-"""`reserve` and `once` of both ledgers behind one sync-looking face, so that their behaviour is written once."""
+"""One sync interface for `reserve` and `once` of both ledgers, so that each behaviour has one test."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.subject import AnyServer, Mode
 
 
 class Worker:
-    """A worker process's ledger. The async one has an event loop that runs while a call does.
+    """The ledger of a worker process; an async one has an event loop that runs during calls.
 
     Attributes:
         ledger: the `Ledger` or `AsyncLedger`.
-        looking: a plain `Ledger` on the same rows, to look at them or to be another process.
-        events: the names of what this worker's ledger told, in order.
+        looking: a plain `Ledger` on the same rows, to read them or to act as another process.
+        events: the names of the events that the ledger emitted, in order.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Worker:
             self.ledger = AsyncLedger(self._own, **rest)
 
     def reserve(self, work: Callable[[Reservation], object], *args: Any, **settings: Any) -> None:
-        """Run `work` in a `reserve` block; what it returns, if anything, is awaited in an async one."""
+        """Run `work` in a `reserve` block; in an async one, its result is awaited if there is one."""
         if self._runner is None:
             with self.ledger.reserve(*args, **settings) as r:
                 work(r)
@@ -67,7 +67,7 @@ class Worker:
         self._runner.run(block())
 
     def once(self, function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:
-        """Decorate `function`, and for an AsyncLedger an `async def` of it, called without `await`."""
+        """Decorate `function`, for an AsyncLedger as an `async def`; the result is called without `await`."""
         if self._runner is None:
             decorated: Callable[..., Any] = self.ledger.once(**settings)(function)
             return decorated
@@ -78,7 +78,7 @@ class Worker:
         return lambda *args, **kwargs: self.result(function(*args, **kwargs))
 
     def result(self, value: Any) -> Any:
-        """Return the value, or what a coroutine comes to."""
+        """Return the value; if it is a coroutine, return its result."""
         return self._runner.run(value) if self._runner is not None and asyncio.iscoroutine(value) else value
 
     def do(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -86,7 +86,7 @@ class Worker:
         return self.result(getattr(self.ledger, method)(*args, **kwargs))
 
     def row(self, key: str, principal: str = "worker", operation: str = "") -> Row:
-        """Return the row, which must be there."""
+        """Return the row, which must exist."""
         row = self.looking.read(principal, key, operation)
         assert row is not None
         return row
@@ -98,7 +98,7 @@ class Worker:
 
     @contextmanager
     def unchanged(self, key: str) -> Iterator[None]:
-        """Neither a field of the row nor its TTL changes within; it becomes a second older, so a TTL set anew shows."""
+        """Assert that the block changes no field and no TTL; the row is aged by a second first, so a new TTL shows."""
         Clock(self.looking).turn(1)
         before, left = self.fields(key), self.looking.client.pttl(self._name(key))
         assert before

@@ -1,6 +1,6 @@
 """Worker processes of the tests: `python -m tests.support.worker_processes stalled|many …`.
 
-Each says on stdout what happens, and ends when its stdin does, so it never outlives its test.
+Each prints what happens to stdout. It ends when its stdin does, so it never outlives its test.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def told(event: Event) -> None:
 
 
 def stalled(url: str, namespace: str, lease: str, heartbeat: str, how: str) -> None:
-    """Hold a row; say "inside"; at the next line of stdin finish late, with a heartbeat once that has found out."""
+    """Hold a row and print "inside"; on the next line of stdin finish late, after the heartbeat has been fenced."""
     policy = Policy(lease=float(lease), heartbeat=heartbeat == "on")
     ledger = Ledger.from_url(url, policy, namespace, observers=[told])
     if how == "reserve":
@@ -60,7 +60,7 @@ def stalled(url: str, namespace: str, lease: str, heartbeat: str, how: str) -> N
 
 
 def many(url: str, namespace: str, ran: str) -> None:
-    """At the next line of stdin call one `once` function 20 times at once, half of them waiting for the result."""
+    """On the next line of stdin, make 20 calls of one `once` function at the same time; half of them wait."""
     ledger = Ledger.from_url(url, namespace=namespace)
 
     def work(order: int) -> object:
