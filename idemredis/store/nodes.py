@@ -102,6 +102,8 @@ def own_wire(node: Node) -> Any:
 
 def send(wire: Any, commands: Sequence[Words]) -> list[Any]:
     """Send plain commands in one round trip; an error is returned in the place of a reply."""
+    if not commands:
+        return []
     try:
         replies = wire.exchange(_trip(commands), time.monotonic() + wire.timeout)
     except ERRORS as error:
@@ -111,6 +113,8 @@ def send(wire: Any, commands: Sequence[Words]) -> list[Any]:
 
 async def send_async(wire: Any, commands: Sequence[Words]) -> list[Any]:
     """Send plain commands in one round trip over an asyncio client, or to a cluster's node."""
+    if not commands:
+        return []
     try:
         replies = await wire.exchange(_trip(commands), time.monotonic() + wire.timeout)
     except ERRORS as error:
@@ -119,7 +123,7 @@ async def send_async(wire: Any, commands: Sequence[Words]) -> list[Any]:
 
 
 def _trip(commands: Sequence[Words]) -> Trip:
-    [name, *arguments] = commands[0]
+    [name, *arguments] = commands[0]  # a cluster's have one row
     row = arguments[2 if name == "EVAL" else 0] if arguments else ""
     return Trip(str(row), encode(commands), [None] * len(commands))
 

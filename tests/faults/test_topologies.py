@@ -21,6 +21,7 @@ from redis.retry import Retry
 from idemredis import Ledger, LedgerUnavailable, NotDurable, Policy, Replay, Reservation, Row, StoredResponse
 from idemredis.core import operations
 from idemredis.core.outcomes import Renewed
+from idemredis.store.cluster import wire
 from idemredis.store.evaluate import evaluate
 from tests.support.clusters import SETTLED_WITHIN, SLOTS, Cluster, connect_often, keys_in, move_rows, moving
 from tests.support.proxy import Proxy
@@ -80,7 +81,7 @@ def _move(before: Subject, after: Subject, from_: Server, to: Server, slot: int,
         assert target.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) == len(fresh)
         for subject, r in ((before, old), (after, new[0])):
             subject.start_heartbeat(r)
-        assert isinstance(evaluate(after.client, [operations.renew(new[1], RETENTION)])[0], Renewed)
+        assert isinstance(evaluate(wire(after.client), [operations.renew(new[1], RETENTION)])[0], Renewed)
         before.complete(old, ANSWER)
         move_rows(slot, from_, to)
         assert after.claim("acct", there, "f") == Replay(ANSWER, 1, False)
