@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from itertools import count
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.support.clock import TurnedClock
@@ -20,6 +21,9 @@ from tests.support.subject import AnyServer, MakeSubject, Mode, Subject
 pytest_plugins = ["tests.support.site", "tests.support.worker", "tests.support.place"]
 
 _namespaces = count(1)
+
+hypothesis.settings.register_profile("suite", deadline=None)  # the machine may be busy with others
+hypothesis.settings.load_profile("suite")
 
 
 def pytest_configure() -> None:

@@ -11,24 +11,25 @@ from typing import Any
 import pytest
 
 from idemredis.core.keys import identify
-from tests.support.mortal import Gunicorn
+from tests.support.served import PRINCIPAL
 from tests.support.servers import Server
-from tests.support.serving import Answer, read_answer
+from tests.support.serving import Answer, Served, read_answer
 from tests.support.waiting import wait_until
 
 WORKERS = ("sync", "gthread", "gevent")
 LEASE = 1.0
 WITHIN = 10.0
 
-MakeService = Callable[..., Gunicorn]
+MakeService = Callable[..., Served]
 
 
 @pytest.fixture
 def make_service(valkey_server: Server, namespace: str) -> Iterator[MakeService]:
-    made: list[Gunicorn] = []
+    made: list[Served] = []
 
-    def make(worker: str, **settings: Any) -> Gunicorn:
-        made.append(Gunicorn(valkey_server.url, namespace, worker, lease=settings.pop("lease", LEASE), **settings))
+    def make(worker: str, **settings: Any) -> Served:
+        settings.setdefault("lease", LEASE)
+        made.append(Served(f"gunicorn-{worker}", valkey_server.url, namespace, **settings))
         return made[-1]
 
     yield make
@@ -36,14 +37,14 @@ def make_service(valkey_server: Server, namespace: str) -> Iterator[MakeService]
         service.close()
 
 
-def settled(service: Gunicorn, key: str, path: str = "/charges") -> Answer:
+def settled(service: Served, key: str, path: str = "/charges") -> Answer:
     """Send it again until it is done."""
     answer = wait_until(lambda: (got := service.post(key, path)).status == 201 and got, WITHIN)
     assert answer
     return answer
 
 
-def answered(service: Gunicorn, key: str) -> Answer:
+def answered(service: Served, key: str) -> Answer:
     """Send it again until somebody is there to answer."""
     answer = wait_until(lambda: (got := service.post(key)).status and got, WITHIN)
     assert isinstance(answer, Answer)
@@ -88,7 +89,7 @@ def test_running_requests_finish_and_are_stored_when_the_service_is_told_to_end(
     service.process.wait(WITHIN)
     assert time.monotonic() - told < 6.0
     with valkey_server.client() as client:
-        row = identify(namespace, "acct-secret-1", "ending").row
+        row = identify(namespace, PRINCIPAL, "ending").row
         assert client.hget(row, "status") == b"completed"
 
 

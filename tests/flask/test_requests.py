@@ -16,8 +16,9 @@ import pytest
 from flask import Flask, Request, request
 
 from idemredis import fingerprint_request
+from tests.support.served import KINDS, PRINCIPAL
 from tests.support.servers import Server
-from tests.support.serving import KINDS, Served
+from tests.support.serving import Served
 from tests.support.site import MakeSite, Site
 from tests.support.started import Servers
 
@@ -389,8 +390,8 @@ def served_by(all_servers: Servers) -> Iterator[Callable[[str], Served]]:
         if kind not in running:
             server = all_servers.get("valkey")
             assert isinstance(server, Server)
-            running[kind] = Served(kind, server.url)
-        running[kind].forget_runs()
+            running[kind] = Served(kind, server.url, socket_timeout=5.0)
+        running[kind].forget()
         return running[kind]
 
     yield get
@@ -400,7 +401,7 @@ def served_by(all_servers: Servers) -> Iterator[Callable[[str], Served]]:
 
 def _stored(server: Server, key: str = "k1") -> str:
     with server.client() as client:
-        value = client.hget(f"served:acme:{key}", "fingerprint")
+        value = client.hget(f"served:{PRINCIPAL}:{key}", "fingerprint")
         assert isinstance(value, bytes)
         return value.decode()
 

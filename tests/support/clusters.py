@@ -13,7 +13,7 @@ import redis.asyncio
 from redis.crc import key_slot
 
 from idemredis.core.keys import identify
-from tests.support.servers import Server, free_port, valkey
+from tests.support.servers import Server, free_port, start
 from tests.support.subject import Subject
 from tests.support.waiting import wait_until
 
@@ -24,19 +24,31 @@ __all__ = ["SETTLED_WITHIN", "SLOTS", "Cluster", "connect_often", "keys_in", "mo
 
 
 class Cluster:
-    """Three primaries, and a replica of each where they are asked for, made with plain client commands."""
+    """Primaries, and a replica of each where they are asked for, made with plain client commands."""
 
     kind = "cluster"
 
-    def __init__(self, stack: ExitStack, directory: Path, *, replicas: bool = False, node_timeout: int = 2000) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        directory: Path,
+        *,
+        server: str = "valkey",
+        primaries: int = 3,
+        replicas: bool = False,
+        node_timeout: int = 2000,
+    ) -> None:
         self._stack = stack
+        self._server = server
         self._node_timeout = str(node_timeout)  # milliseconds without an answer, after which a replica takes over
         self._directory = directory
         self.nodes: list[Server] = []
-        buses = [self._start() for _ in range(6 if replicas else 3)]
+        buses = [self._start() for _ in range(primaries * 2 if replicas else primaries)]
         admins: list[Any] = [stack.enter_context(node.client()) for node in self.nodes]
-        for at, admin in enumerate(admins[:3]):
-            admin.execute_command("CLUSTER", "ADDSLOTSRANGE", SLOTS * at // 3, SLOTS * (at + 1) // 3 - 1)
+        for at, admin in enumerate(admins[:primaries]):
+            admin.execute_command(
+                "CLUSTER", "ADDSLOTSRANGE", SLOTS * at // primaries, SLOTS * (at + 1) // primaries - 1
+            )
         for at, admin in enumerate(admins):
             admin.execute_command("CLUSTER", "SET-CONFIG-EPOCH", at + 1)
         for node, bus in zip(self.nodes[1:], buses[1:], strict=True):
@@ -44,11 +56,11 @@ class Cluster:
         self.ids = [admin.execute_command("CLUSTER", "MYID").decode() for admin in admins]
         for admin in admins:
             wait_until(partial(_knows, admin, len(self.nodes)), SETTLED_WITHIN)
-        for admin, of in zip(admins[3:], self.ids, strict=False):
+        for admin, of in zip(admins[primaries:], self.ids, strict=False):
             wait_until(partial(_replicates, admin, of), SETTLED_WITHIN)
         for admin in admins:
             wait_until(partial(_is_ok, admin), SETTLED_WITHIN)
-        for admin in admins[3:]:
+        for admin in admins[primaries:]:
             wait_until(lambda admin=admin: admin.info("replication")["master_link_status"] == "up", SETTLED_WITHIN)  # type: ignore[misc]
 
     def _start(self) -> int:
@@ -56,7 +68,8 @@ class Cluster:
         bus = free_port()
         words = ["--cluster-enabled", "yes", "--cluster-node-timeout", self._node_timeout, "--cluster-port", str(bus)]
         words += ["--repl-diskless-sync-delay", "0"]
-        self.nodes.append(self._stack.enter_context(valkey(self._directory / str(len(self.nodes)), *words)))
+        self.nodes.append(start(self._server, self._directory / str(len(self.nodes)), *words))
+        self._stack.callback(self.nodes[-1].stop)
         return bus
 
     def grow(self, count: int) -> list[Server]:

@@ -27,6 +27,7 @@ class Site:
 
     Attributes:
         runs: what views have appended; its length is the counter that must not move on a refusal.
+        inside: what the view that counts itself does, once it has.
         sent: the scripts that the ledger asked for, in order.
         events: what the ledger told.
         store: a plain client, to look at rows and to spoil them.
@@ -34,7 +35,7 @@ class Site:
 
     def __init__(
         self,
-        client: redis.Redis,
+        server: redis.Redis | str,
         store: redis.Redis,
         namespace: str,
         *,
@@ -48,10 +49,12 @@ class Site:
         self.runs: list[Any] = []
         self.sent: list[str] = []
         self.events: list[Event] = []
+        self.inside: Callable[[], object] = lambda: None
         self.store = store
         self.namespace = namespace
-        self._count(client)
-        self.ledger = ledger(client, policy, namespace, (self.events.append,), log_keys=log_keys)
+        make: Any = ledger.from_url if isinstance(server, str) else ledger
+        self.ledger: Ledger = make(server, policy, namespace, (self.events.append,), log_keys=log_keys)
+        self._count(self.ledger.client)
         self.app = Flask("shop") if app is None else app
         self.app.config.update({f"IDEMREDIS_{name}": value for name, value in settings.items()})
         self.idempotency = Idempotency(principal=principal, ledger=self.ledger)
@@ -66,7 +69,11 @@ class Site:
 
         def charge(**args: Any) -> Any:
             self.runs.append(path)
-            return (f"charge {len(self.runs)}", 201) if run is None else run(**args)
+            if run is not None:
+                return run(**args)
+            text = f"charge {len(self.runs)}"
+            self.inside()
+            return text, 201
 
         methods = ["POST", "PUT", "PATCH", "DELETE"]
         protected = self.idempotency.protect(**options)(charge)
@@ -135,13 +142,16 @@ class MakeSite(Protocol):
 
 @pytest.fixture
 def make_site(every_key_left_expires: Servers, namespace: str) -> Iterator[MakeSite]:
-    """Make sites: `make_site(server, principal=…, policy=…, ledger=…, PROTOCOL="ietf", …)`."""
+    """Make sites: `make_site(server, principal=…, policy=…, ledger=…, PROTOCOL="ietf", …)`.
+
+    The ledger has a client of the server's, or `client=`, or what `from_url` makes of `url=`.
+    """
     made: list[Site] = []
 
     def make(server: AnyServer | None = None, **options: Any) -> Site:
         server = server or every_key_left_expires.get("fakeredis")
-        client = options.pop("client", None) or server.client()
-        made.append(Site(client, server.client(), namespace, **options))
+        given = options.pop("url", None) or options.pop("client", None) or server.client()
+        made.append(Site(given, server.client(), namespace, **options))
         return made[-1]
 
     yield make
