@@ -146,11 +146,12 @@ def growth(url: str, namespace: str, heartbeat: bool, keys: int) -> tuple[int, i
     return more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heartbeat", [False, True])
-def test_nothing_is_kept_in_the_process_for_a_key(real_server: Server, namespace: str, heartbeat: bool) -> None:
+def test_nothing_is_kept_in_the_process_for_a_key(valkey_server: Server, namespace: str, heartbeat: bool) -> None:
     """In a process of its own, where nothing else comes and goes. A heartbeat ends with its attempt, not its lease."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-        objects, blocks = alone.submit(growth, real_server.url, namespace, heartbeat, 1000).result(60.0)
+        objects, blocks = alone.submit(growth, valkey_server.url, namespace, heartbeat, 1000).result(60.0)
 
     assert objects < 100
     assert blocks < 100

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SMOKE = Path(__file__).with_name("smoke.py")
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("packaging")]  # so that it is built once
+pytestmark = pytest.mark.timeout(300)
 
 
 class Built(NamedTuple):

@@ -25,7 +25,7 @@ SERVE = Path(__file__).parents[2] / "examples" / "serve.py"
 LASTING = {"SHOP_SLOW_SECONDS": "8", "SHOP_AWAY_SECONDS": "8"}
 """Longer than for people: what is to happen meanwhile does so on a busy machine too."""
 
-pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.timeout(90)]
+pytestmark = pytest.mark.timeout(90)
 
 
 class Gateway:

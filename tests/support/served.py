@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from flask import Flask, request
@@ -23,12 +24,15 @@ from idemredis.core.outcomes import Outcome
 from idemredis.core.settle import Ending
 from idemredis.flask import Idempotency, current_reservation
 
-__all__ = ["KINDS", "PRINCIPAL", "Setup"]
+__all__ = ["KINDS", "LET_GO", "PRINCIPAL", "Setup"]
 
 KINDS = ("gunicorn-sync", "gunicorn-gthread", "waitress", "werkzeug", "gevent")
 """One of each server. gunicorn has workers of "gevent" too."""
 
 PRINCIPAL = "acct-secret-1"
+LET_GO = "let go"
+"""Noted by the test of a key whose view, at the path "held", may go on."""
+
 UNSAFE = ["POST", "PUT", "PATCH", "DELETE"]
 
 
@@ -78,6 +82,9 @@ class _MortalLedger(Ledger):
         with open(self.notes, "a") as file:
             file.write(f"{key}\t{what}\n")
 
+    def is_let_go(self, key: str) -> bool:
+        return f"{key}\t{LET_GO}\n" in Path(self.notes).read_text()
+
     def die(self, where: str, key: str) -> None:
         if key.startswith(where):
             self.note(key, f"died {where}")
@@ -115,6 +122,8 @@ def _create_app(setup: Setup) -> Flask:
         if r.generation == 1:
             ledger.die("in-the-view", r.key)
             time.sleep(request.args.get("seconds", 0.0, float) if path == "slow" else 0.0)
+            while path == "held" and not ledger.is_let_go(r.key):
+                time.sleep(0.02)
         ledger.note(r.key, "done")
         return {
             "path": path,

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from tests.support.processes import mortal
-from tests.support.served import Setup
+from tests.support.served import LET_GO, Setup
 from tests.support.waiting import wait_until
 
 __all__ = ["Answer", "Served", "read_answer"]
@@ -88,6 +88,11 @@ class Served:
     def notes(self, key: str) -> list[str]:
         """Return what was noted of the key: "begun" and "done" of each run, and where it died."""
         return [what for noted, what in self._noted() if noted == key]
+
+    def let_go(self, key: str) -> None:
+        """Have the view of the path "held" go on."""
+        with self._notes.open("a") as notes:
+            notes.write(f"{key}\t{LET_GO}\n")
 
     def forget(self) -> None:
         """Begin anew with the notes."""
