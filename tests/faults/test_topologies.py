@@ -21,6 +21,7 @@ from redis.retry import Retry
 from idemredis import Ledger, LedgerUnavailable, NotDurable, Policy, Replay, Reservation, Row, StoredResponse
 from idemredis.core import operations
 from idemredis.core.outcomes import Renewed
+from idemredis.store.cluster import routed
 from idemredis.store.evaluate import evaluate
 from tests.support.clusters import SETTLED_WITHIN, SLOTS, Cluster, connect_often, keys_in, move_rows, moving
 from tests.support.proxy import Proxy
@@ -76,11 +77,11 @@ def _move(before: Subject, after: Subject, from_: Server, to: Server, slot: int,
     with to.client() as target, moving(slot, from_, to):
         claims = [after.begin("claim", "acct", key, "f") for key in fresh]  # ASK: they are made on the target
         new = [claim.result(20) for claim in claims]
-        assert [(type(r), r.generation) for r in new] == [(Reservation, 1)] * len(fresh)
+        assert [(isinstance(r, Reservation), r.generation) for r in new] == [(True, 1)] * len(fresh)
         assert target.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) == len(fresh)
         for subject, r in ((before, old), (after, new[0])):
             subject.start_heartbeat(r)
-        assert isinstance(evaluate(after.client, [operations.renew(new[1], RETENTION)])[0], Renewed)
+        assert isinstance(evaluate(routed(after.client), [operations.renew(new[1], RETENTION)])[0], Renewed)
         before.complete(old, ANSWER)
         move_rows(slot, from_, to)
         assert after.claim("acct", there, "f") == Replay(ANSWER, 1, False)
