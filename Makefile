@@ -2,6 +2,7 @@
 #
 #   make demo    a shop on gunicorn, and a client that retries, collides and kills workers
 #   make test    ruff, mypy and the whole suite
+#   make quick   while you work: ruff, mypy, and the tests that take no seconds, on fakeredis and Valkey
 #   make serve   the shop to try in a browser, with a switch for each trouble, or with curl; Ctrl-C ends it
 #   make soak    random faults under load, five minutes of it (or MINUTES=60), and a table of what happened
 #   make bench   what a call, a row and a request cost, in build/bench.json; about five minutes
@@ -11,16 +12,20 @@ MINUTES ?= 5
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test serve soak bench clean
+LINT := $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
+
+.PHONY: demo test quick serve soak bench clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
 test: $(READY)
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist loadgroup
+	$(LINT)
+	$(BIN)/pytest -n 2
+
+quick: $(READY)
+	$(LINT)
+	$(BIN)/pytest -n 2 -m "not slow"
 
 serve: $(READY)
 	@$(BIN)/python examples/serve.py
@@ -38,5 +43,6 @@ clean:
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; make PYTHON=python3.11 (or newer)" % sys.version_info[:2])'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --group dev --editable .
 	@touch $@

@@ -72,13 +72,17 @@ class LedgerUnavailable(IdempotencyError):
     Attributes:
         seconds: how long the call took until it failed.
         unknown: True if the script may have run or may still run, since a lost reply looks like a lost request; False
-            if Redis replied that it did not run.
+            if Redis replied that it did not run, or if it was never sent.
+        reason: why, in a word: `timeout`, `connection`, `tls`, `credentials`, `denied`, `moved` (the server is one of a
+            cluster, and the client is not a cluster client), `refused` (an error reply), `busy_pool` (all connections
+            of the client's pool are in use, which says nothing about Redis), `replicas`, or "" if unknown.
     """
 
-    def __init__(self, message: str, *, seconds: float = 0.0, unknown: bool = True) -> None:
+    def __init__(self, message: str, *, seconds: float = 0.0, unknown: bool = True, reason: str = "") -> None:
         super().__init__(message)
         self.seconds = seconds
         self.unknown = unknown
+        self.reason = reason
 
     def __str__(self) -> str:
         verdict = "it is not known whether it ran" if self.unknown else "it did not run"
@@ -94,7 +98,7 @@ class NotDurable(LedgerUnavailable):
     """
 
     def __init__(self, message: str, *, acknowledged: int, required: int, seconds: float = 0.0) -> None:
-        super().__init__(message, seconds=seconds, unknown=True)
+        super().__init__(message, seconds=seconds, unknown=True, reason="replicas")
         self.acknowledged = acknowledged
         self.required = required
 

@@ -59,6 +59,7 @@ class Event:
         seconds: duration of the ledger's call so far; 0.0 for an event in the background.
         principal: whose key it is; None unless the ledger was made with `log_keys=True`.
         key: the key; None unless the ledger was made with `log_keys=True`.
+        reason: of `unavailable`: why, as in `LedgerUnavailable.reason`; "" otherwise.
     """
 
     name: EventName
@@ -69,6 +70,7 @@ class Event:
     seconds: float
     principal: str | None = None
     key: str | None = None
+    reason: str = ""
 
 
 Observer: TypeAlias = Callable[[Event], object]
@@ -98,8 +100,9 @@ class EventEmitter:
             return
         event = self._event(emit, 0.0 if began is None else time.monotonic() - began)
         if logged:
-            words = (event.name, event.digest, event.generation, meaning)
-            logger.log(level, "%s: row %s generation %d %s", *words, extra={"idempotency": event})
+            why = f" ({event.reason})" if event.reason else ""
+            words = (event.name, event.digest, event.generation, meaning, why)
+            logger.log(level, "%s: row %s generation %d %s%s", *words, extra={"idempotency": event})
         for observer in self._observers:
             self._notify(observer, observer, event)
 
@@ -121,4 +124,6 @@ class EventEmitter:
     def _event(self, emit: Emit, seconds: float) -> Event:
         who = emit.identity
         names = (who.principal, who.key) if self._log_keys else (None, None)
-        return Event(emit.event, digest(who.row), who.operation, emit.generation, emit.route, seconds, *names)
+        return Event(
+            emit.event, digest(who.row), who.operation, emit.generation, emit.route, seconds, *names, emit.reason
+        )

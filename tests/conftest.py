@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import count
+from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.support.clock import TurnedClock
@@ -19,7 +22,54 @@ from tests.support.subject import AnyServer, MakeSubject, Mode, Subject
 
 pytest_plugins = ["tests.support.site", "tests.support.worker", "tests.support.place"]
 
+TESTS = Path(__file__).parent
+
 _namespaces = count(1)
+
+hypothesis.settings.register_profile("suite", deadline=None)  # the machine may be busy with others
+hypothesis.settings.load_profile("suite")
+
+
+SLOW_FOLDERS = {"bench", "demo", "faults", "packaging", "shop"}
+SLOW_SERVERS = {"redis", "cluster"}
+SLOW_FIXTURES = {"gunicorn", "pair", "served_by", "started_cluster"}
+
+STARTED_ONCE = ("tests/packaging/", "tests/shop/", "tests/flask/test_real_servers.py")
+"""What starts something that takes seconds, once for all of its tests: one process runs them all."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow what `make quick` leaves out, besides the tests that are marked by hand; and run that first.
+
+    So no process is left with a long test at the end while the others are done.
+    """
+    for item in items:
+        params = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        servers = {value for value in params if isinstance(value, str)}
+        fixtures = set(getattr(item, "fixturenames", ()))
+        folder = item.path.relative_to(TESTS).parts[0]
+        if folder in SLOW_FOLDERS or servers & SLOW_SERVERS or fixtures & SLOW_FIXTURES:
+            item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: (not item.nodeid.startswith(STARTED_ONCE), item.get_closest_marker("slow") is None))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector leave alone what was there before the tests: some of them have it run."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Hand the tests out in their order, each with all of its parameters."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return next(filter(nodeid.startswith, STARTED_ONCE), nodeid.partition("[")[0])
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 def pytest_configure() -> None:

@@ -188,3 +188,28 @@ def test_whatever_reaches_redis_is_awaited_in_the_async_ledger() -> None:
     ):
         assert inspect.iscoroutinefunction(getattr(idemredis.AsyncLedger, name)), name
         assert not inspect.iscoroutinefunction(getattr(idemredis.Ledger, name)), name
+
+
+TESTS = Path(__file__).parent
+
+
+def imported_by_test(path: Path) -> set[str]:
+    """The modules of the tests that one of them imports, at its top or later."""
+    here = ["tests", *path.relative_to(TESTS).parent.parts]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            above = here[: len(here) - node.level + 1] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            found |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name for name in found if name.startswith("tests.")}
+
+
+@pytest.mark.parametrize("path", sorted(TESTS.rglob("*.py")), ids=lambda path: str(path.relative_to(TESTS)))
+def test_no_test_module_is_imported_and_helpers_are_in_support(path: Path) -> None:
+    imports = imported_by_test(path)
+    assert not [name for name in imports if name.split(".")[-1].startswith(("test_", "conftest"))]
+    if path.name.startswith(("test_", "conftest")):
+        assert not [name for name in imports if name.split(".")[1] != "support"]

@@ -80,6 +80,7 @@ class Emit(NamedTuple):
     identity: Identity
     generation: int = 0
     route: str = ""
+    reason: str = ""
 
 
 class InBackground(NamedTuple):
@@ -146,7 +147,7 @@ def claim(
         if requested and _may_have_run(error):
             yield _release_later(identity, requested, owner, lease, policy)
         if isinstance(error, LedgerUnavailable):
-            yield Emit("unavailable", identity, route=route)
+            yield Emit("unavailable", identity, route=route, reason=error.reason)
         raise
     yield _claim_event(identity, outcome, route)
     return outcome
@@ -246,7 +247,7 @@ def _end(r: Reservation, call: Call[Done | Fenced], event: EventName, retry: Cal
         if not isinstance(error, CorruptRow):
             yield retry()
         if isinstance(error, LedgerUnavailable):
-            yield _emit("unavailable", r)
+            yield _emit("unavailable", r)._replace(reason=error.reason)
         raise
     yield from _raise_if_fenced(r, outcome)
     yield _emit(event, r)

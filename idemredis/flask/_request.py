@@ -176,7 +176,7 @@ def _claim(state: State, options: Options, request: Request, header: str | None)
         logger.error("a row is corrupt, and its request was not run: %s", error)
         return _respond_as_is(contract.row_corrupt())
     except LedgerUnavailable as error:
-        if not settings.fail_open:
+        if not settings.fail_open or error.reason == "busy_pool":  # which says nothing about Redis
             return _respond_as_is(contract.unavailable())
         logger.error("a request runs unprotected, since %sFAIL_OPEN is set: %s", PREFIX, error)
         return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ssl
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from redis.exceptions import (
@@ -17,6 +18,7 @@ from redis.exceptions import (
     WatchError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from ..errors import CorruptRow, IdempotencyError, LedgerUnavailable
 
@@ -40,9 +42,6 @@ ERRORS = (RedisError, RedisClusterException, OSError)
 
 _NEVER_SENT = (MaxConnectionsError, AuthenticationError, AuthorizationError)
 
-_DENIED = ("NOPERM", "permissions", "can't run this command")
-"""In what servers say of a command that an ACL denies. Of one in a script redis-py makes a plain ResponseError."""
-
 
 class OutOfStep(RedisConnectionError):
     """The connection held a reply to somebody else's command. It is closed; the call may have run."""
@@ -52,6 +51,18 @@ class PoolExhausted(RedisConnectionError):
     """All the connections that the client's pool may have are in use; nothing was sent."""
 
     unsent = True
+
+
+_REASONS: Mapping[str, tuple[type[Exception], ...]] = {
+    "busy_pool": (PoolExhausted, MaxConnectionsError),
+    "timeout": (RedisTimeoutError,),
+    "credentials": (AuthenticationError, AuthorizationError),
+    "moved": (AskError,),
+    "refused": (ResponseError,),
+}
+
+_DENIED = ("NOPERM", "permissions", "can't run this command")
+"""In what servers say of a command that an ACL denies. Of one in a script redis-py makes a plain ResponseError."""
 
 
 def note_unsent(error: BaseException) -> None:
@@ -76,9 +87,18 @@ def map_error(error: Exception, seconds: float, *, unknown: bool = False) -> Ide
     if isinstance(error, AskError):
         text = f"the row's slot is moving to {error.host}:{error.port}"
     unknown = unknown or leaves_unknown(error)
-    mapped = LedgerUnavailable(f"Redis did not serve the call ({text})", seconds=seconds, unknown=unknown)
+    message = f"Redis did not serve the call ({text})"
+    mapped = LedgerUnavailable(message, seconds=seconds, unknown=unknown, reason=_reason(error))
     mapped.__cause__ = error
     return mapped
+
+
+def _reason(error: BaseException) -> str:
+    if is_denied(error):
+        return "denied"
+    return next((reason for reason, kinds in _REASONS.items() if isinstance(error, kinds)), "") or (
+        "tls" if isinstance(error.__context__, ssl.SSLError) or "SSL" in str(error) else "connection"
+    )
 
 
 def was_redirected(outcome: object) -> bool:

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from tests.support.servers import Server, start
 
-from . import calls, peers, process, rows, serving
+from . import calls, counting, peers, process, rows, serving
 from .turns import Figure
 
 SECTIONS: Mapping[str, tuple[Callable[[Server], Iterable[Figure]], ...]] = {
     "python": (calls.own_python,),
+    "counts": (counting.requests, counting.event),
     "calls": (calls.ledger, calls.extension, calls.async_ledger),
     "http": (serving.gunicorn,),
     "process": (process.imports, process.uploads, process.heartbeats),

@@ -211,10 +211,12 @@ def shop(ledger: Ledger | None, *, protect: bool) -> Flask:
     return app
 
 
-def post(app: Flask, same: str | None = None, *, keyed: bool = True) -> Callable[[], bytes]:
-    """A POST to the application through its WSGI door, each with a key of its own, or all with the same, or none."""
+def post(
+    app: Flask, same: str | None = None, path: str = "/charges", method: str = "POST", *, keyed: bool = True
+) -> Callable[[], bytes]:
+    """A request of the application through its WSGI door, each with a key of its own, or all with the same, or none."""
     order = b'{"amount":1000}'
-    environ = EnvironBuilder("/charges", method="POST", data=order, content_type="application/json").get_environ()
+    environ = EnvironBuilder(path, method=method, data=order, content_type="application/json").get_environ()
 
     def run() -> bytes:
         sent = {**environ, "wsgi.input": io.BytesIO(order)}

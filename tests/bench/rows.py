@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 import statistics
@@ -19,8 +18,8 @@ import redis
 
 from idemredis import Ledger
 from idemredis.core.scripts import load
+from tests.support.clusters import Cluster
 from tests.support.servers import Server, start
-from tests.support.waiting import wait_until
 
 from .calls import CREATED_AT, FINGERPRINT, HEADERS, LEASE, OWNER, RETENTION, Raw, key
 from .turns import Figure, in_turns
@@ -30,7 +29,6 @@ __all__ = ["cluster", "hot_key", "io_threads", "many_rows", "memory", "server_cp
 ROWS = 100_000
 MANY = 1_000_000
 BATCH = 1000
-SLOTS = 16384
 
 PLAIN_WRITE = """
 redis.call('HSET', KEYS[1], 'status', 'pending', 'generation', '1', 'owner', ARGV[1], 'fingerprint', ARGV[2],
@@ -237,17 +235,14 @@ def cluster(server: Server) -> Iterable[Figure]:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         clusters = {}
         for primaries in (1, 2, 3):
-            nodes = []
-            for i in range(primaries):
-                nodes.append(start(server.kind, directory / f"{primaries}-{i}", "--cluster-enabled", "yes"))
-                stack.callback(nodes[-1].stop)
-                if sys.platform == "linux":
-                    cores = sorted(os.sched_getaffinity(0))
-                    os.sched_setaffinity(nodes[-1].pid, {cores[i % len(cores)]})
-            _join(nodes)
-            client = redis.RedisCluster(host="127.0.0.1", port=nodes[0].port)
+            made = Cluster(stack, directory / str(primaries), server=server.kind, primaries=primaries)
+            if sys.platform == "linux":
+                cores = sorted(os.sched_getaffinity(0))
+                for i, node in enumerate(made.nodes):
+                    os.sched_setaffinity(node.pid, {cores[i % len(cores)]})
+            client = redis.RedisCluster(host="127.0.0.1", port=made.nodes[0].port)
             stack.callback(client.close)
-            masters = {f"127.0.0.1:{node.port}": stack.enter_context(node.client()) for node in nodes}
+            masters = {f"127.0.0.1:{node.port}": stack.enter_context(node.client()) for node in made.nodes}
             for master in masters.values():
                 master.script_load(load()["claim"].text)
             clusters[primaries] = client, masters
@@ -293,27 +288,6 @@ def _claims_a_second(benchmark: str, server: Server, claims: int = 50_000) -> fl
     words += [OWNER, FINGERPRINT, str(LEASE), str(RETENTION), str(CREATED_AT), ""]
     ran = subprocess.run(words, capture_output=True, text=True, check=True)
     return float(ran.stdout.splitlines()[-1].rsplit('","', 7)[1])
-
-
-def _join(nodes: list[Server]) -> None:
-    """Make one cluster of these, the slots shared out evenly."""
-    for i, node in enumerate(nodes):
-        with node.client() as client:
-            raw: Any = client
-            raw.execute_command("CLUSTER", "ADDSLOTSRANGE", SLOTS * i // len(nodes), SLOTS * (i + 1) // len(nodes) - 1)
-            raw.execute_command("CLUSTER", "SET-CONFIG-EPOCH", i + 1)
-            if i:
-                raw.execute_command("CLUSTER", "MEET", "127.0.0.1", nodes[0].port)
-    for node in nodes:
-        with node.client() as client:
-            wait_until(functools.partial(_sees, client, len(nodes)), 30.0)
-
-
-def _sees(raw: Any, primaries: int) -> bool:
-    state = raw.execute_command("CLUSTER", "INFO", NEVER_DECODE=True)
-    return (
-        b"cluster_state:ok" in state and len(raw.execute_command("CLUSTER", "SHARDS", NEVER_DECODE=True)) == primaries
-    )
 
 
 def _claim_cpu(cluster: Any, masters: dict[str, redis.Redis], claims: int = 300) -> float:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from idemredis import fingerprint_request, fingerprint_value
 from idemredis.core.fingerprint import FINGERPRINT_HEADERS, begin_fingerprint
-
-VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "fingerprints.json").read_text())
-
-
-def body_of(vector: dict[str, Any]) -> bytes:
-    if "body_repeat" in vector:
-        piece, times = vector["body_repeat"]
-        return str(piece).encode() * int(times)
-    return base64.b64decode(vector["body_base64"])
+from tests.support.vectors import VECTORS, body_of
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector['method']} {vector['target']}")

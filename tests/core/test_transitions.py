@@ -696,17 +696,16 @@ def test_a_row_lives_for_its_retention_in_every_state(
     assert about_retention(subject, subject.row(*ROW), retention)
 
 
-def test_a_row_past_its_retention_is_claimed_anew(make_subject: MakeSubject, mode: Mode, server: AnyServer) -> None:
-    subject = make_subject(mode, server, policy=Policy(lease=0.5, retention=1.0))
+def test_a_row_past_its_retention_is_claimed_anew(
+    make_subject: MakeSubject, mode: Mode, server: AnyServer, clock: TurnedClock
+) -> None:
+    subject = make_subject(mode, server, policy=Policy(retention=100.0))
     subject.complete(subject.claimed(*ROW, "f"), ANSWER)
+    clock.turn(100.0 - SLACK)
+    assert subject.claim(*ROW, "g") == Reused()
+    clock.turn(SLACK)
 
-    def claim_anew() -> Reservation | None:
-        outcome = subject.claim(*ROW, "g")
-        return outcome if isinstance(outcome, Reservation) else None
-
-    r = wait_until(claim_anew)
-    assert r is not None
-    assert r.generation == 1
+    assert subject.claimed(*ROW, "g").generation == 1
 
 
 def test_the_clock_of_the_caller_decides_nothing(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shlex
@@ -17,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.processes import die_with
+from tests.support.processes import mortal
 from tests.support.waiting import wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -37,13 +36,12 @@ SCENES = """\
 
 @contextmanager
 def running(example: str, directory: Path, **env: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-u", str(EXAMPLES / example)]
+    command = mortal([sys.executable, "-u", str(EXAMPLES / example)])
     with subprocess.Popen(
         command,
         env={**os.environ, "TMPDIR": str(directory), **env},
         stdout=subprocess.PIPE,
         text=True,
-        preexec_fn=functools.partial(die_with, os.getpid()),
     ) as process:
         try:
             yield process

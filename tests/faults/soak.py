@@ -23,11 +23,10 @@ from http.client import HTTPException
 from pathlib import Path
 
 from tests.support.linearizability import TooHard, violations
-from tests.support.mortal import Gunicorn
 from tests.support.proxy import Fate, Proxy
 from tests.support.recording import play, settled, troubled
 from tests.support.servers import Server, valkey
-from tests.support.serving import Answer
+from tests.support.serving import Answer, Served
 
 CLIENTS = 8
 NAMESPACE = "soak"
@@ -42,7 +41,7 @@ SLOWEST = 3.0
 class Soak:
     """The counts, and what went wrong."""
 
-    def __init__(self, server: Server, proxy: Proxy, service: Gunicorn, seed: int) -> None:
+    def __init__(self, server: Server, proxy: Proxy, service: Served, seed: int) -> None:
         self.server = server
         self.proxy = proxy
         self.service = service
@@ -195,7 +194,7 @@ class Soak:
         return rows
 
     def executions(self) -> int:
-        return (self.service.folder / "notes").read_text().count(" begun\n")
+        return len(self.service.runs())
 
     def look_at_the_log(self) -> None:
         """Check that no row was completed twice, and that nothing raised where it should not."""
@@ -252,7 +251,7 @@ def main() -> int:
         valkey(Path(folder) / "server", "--appendonly", "yes", "--appendfsync", "always") as server,
         valkey(Path(folder) / "games") as other,
         Proxy(server.port) as proxy,
-        Gunicorn(proxy.url, NAMESPACE, "gthread", lease=LEASE) as service,
+        Served("gunicorn-gthread", proxy.url, NAMESPACE, lease=LEASE) as service,
     ):
         soak = Soak(server, proxy, service, options.seed)
         clients = [threading.Thread(target=soak.client, args=(number,)) for number in range(CLIENTS)]

@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 
 from idemredis.core.keys import identify
-from tests.support.mortal import Gunicorn
+from tests.support.served import PRINCIPAL
 from tests.support.servers import Server
-from tests.support.serving import Answer, read_answer
+from tests.support.serving import Answer, Served, read_answer
 from tests.support.waiting import wait_until
 
-PRINCIPAL = "acct-secret-1"
 REQUESTS = int(os.environ.get("IDEMREDIS_FUZZ", "400"))
 RAN = {201}
 REFUSED = {400, 409, 411, 413, 414, 431, 501, 505, 0}
@@ -26,8 +25,8 @@ NOT_FOUND = {404, 405, 308}
 
 
 @pytest.fixture
-def service(valkey_server: Server, namespace: str) -> Iterator[Gunicorn]:
-    with Gunicorn(valkey_server.url, namespace, "gthread") as service:
+def service(valkey_server: Server, namespace: str) -> Iterator[Served]:
+    with Served("gunicorn-gthread", valkey_server.url, namespace) as service:
         yield service
 
 
@@ -89,7 +88,7 @@ def some_request(dice: random.Random) -> bytes:
     return b"\r\n".join(lines) + b"\r\n\r\n" + body
 
 
-def exchange(service: Gunicorn, request: bytes) -> Answer:
+def exchange(service: Served, request: bytes) -> Answer:
     with service.connect() as connection:
         with suppress(OSError):
             connection.sendall(request)
@@ -97,9 +96,7 @@ def exchange(service: Gunicorn, request: bytes) -> Answer:
         return read_answer(connection)
 
 
-def test_whatever_comes_in_is_answered_by_the_contract(
-    service: Gunicorn, valkey_server: Server, namespace: str
-) -> None:
+def test_whatever_comes_in_is_answered_by_the_contract(service: Served, valkey_server: Server, namespace: str) -> None:
     dice = random.Random(20261129)
     seen: set[int] = set()
     with valkey_server.client() as client:
@@ -122,7 +119,7 @@ def test_whatever_comes_in_is_answered_by_the_contract(
         assert secret not in service.log
 
 
-def test_pipelined_requests_are_each_answered_for_themselves(service: Gunicorn) -> None:
+def test_pipelined_requests_are_each_answered_for_themselves(service: Served) -> None:
     one = b"POST /charges HTTP/1.1\r\nHost: shop\r\nIdempotency-Key: p-%d\r\nContent-Length: 2\r\n\r\n{}"
     pipelined = b"".join(one % (i % 3) for i in range(6))
     with service.connect() as connection:
@@ -159,7 +156,7 @@ EDITED: list[tuple[str, Any]] = [
 
 
 def test_no_header_comes_out_of_a_row_that_somebody_edited(
-    service: Gunicorn, valkey_server: Server, namespace: str
+    service: Served, valkey_server: Server, namespace: str
 ) -> None:
     with valkey_server.client() as client:
         for i, (field, value) in enumerate(EDITED):

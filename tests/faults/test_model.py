@@ -21,7 +21,6 @@ def test_the_scripts_do_what_the_model_does(server: AnyServer) -> None:
             settings=settings(
                 max_examples=EXAMPLES,
                 stateful_step_count=30,
-                deadline=None,
                 database=None,
                 suppress_health_check=list(HealthCheck),
             ),

@@ -51,7 +51,6 @@ def test_the_state_machine_finds_a_broken_script(mistake: str, valkey_server: Se
                 settings=settings(
                     max_examples=300,
                     stateful_step_count=25,
-                    deadline=None,
                     database=None,
                     derandomize=True,
                     phases=[Phase.generate],

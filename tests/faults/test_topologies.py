@@ -77,7 +77,7 @@ def _move(before: Subject, after: Subject, from_: Server, to: Server, slot: int,
     with to.client() as target, moving(slot, from_, to):
         claims = [after.begin("claim", "acct", key, "f") for key in fresh]  # ASK: they are made on the target
         new = [claim.result(20) for claim in claims]
-        assert [(type(r), r.generation) for r in new] == [(Reservation, 1)] * len(fresh)
+        assert [(isinstance(r, Reservation), r.generation) for r in new] == [(True, 1)] * len(fresh)
         assert target.execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) == len(fresh)
         for subject, r in ((before, old), (after, new[0])):
             subject.start_heartbeat(r)

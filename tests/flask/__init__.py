@@ -1,0 +1,1 @@
+"""The Flask extension: in one process, and behind real servers."""

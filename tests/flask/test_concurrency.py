@@ -91,7 +91,7 @@ def test_one_key_with_two_bodies_at_once_runs_one_and_refuses_the_other(
 def gunicorn(every_key_left_expires: Servers) -> Iterator[Served]:
     server = every_key_left_expires.get("valkey")
     assert isinstance(server, Server)
-    with Served("gunicorn-gthread", server.url) as served:
+    with Served("gunicorn-gthread", server.url, socket_timeout=5.0, workers=4, threads=25) as served:
         yield served
 
 

@@ -1,39 +1,19 @@
-"""What identifies a request, and how its body reaches the view: in the test client and behind real servers."""
+"""What identifies a request, and how its body reaches the view."""
 
 from __future__ import annotations
 
-import base64
 import gc
 import hashlib
 import io
-import json
-from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from flask import Flask, Request, request
 
 from idemredis import fingerprint_request
-from tests.support.servers import Server
-from tests.support.serving import KINDS, Served
 from tests.support.site import MakeSite, Site
-from tests.support.started import Servers
-
-VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "fingerprints.json").read_text())
-RAW_KINDS = tuple(kind for kind in KINDS if kind != "gevent")
-"""Those that hand on the raw target."""
-
-
-def _body(vector: dict[str, Any]) -> bytes:
-    if "body_repeat" in vector:
-        text, times = vector["body_repeat"]
-        return text.encode() * int(times)  # type: ignore[no-any-return]
-    return base64.b64decode(vector["body_base64"])
-
-
-# Fingerprints
+from tests.support.vectors import VECTORS, body_of
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda vector: f"{vector['method']} {vector['target']}")
@@ -44,8 +24,8 @@ def test_a_request_ends_in_the_row_with_the_digest_of_the_vectors(vector: dict[s
     )
     headers = list(vector["headers"].items())
     options: dict[str, Any] = {"environ_overrides": {"REQUEST_METHOD": vector["method"]}, "headers": headers}
-    site.send("whole", vector["target"], data=_body(vector), **options)
-    site.send("in two", path, data=_body(vector), query_string=query, **options)
+    site.send("whole", vector["target"], data=body_of(vector), **options)
+    site.send("in two", path, data=body_of(vector), query_string=query, **options)
     assert site.row("whole")["fingerprint"].decode() == vector["fingerprint"]
     assert site.row("in two")["fingerprint"].decode() == vector["fingerprint"]
 
@@ -373,163 +353,3 @@ def test_a_length_that_is_no_number_counts_as_no_body_here_and_in_the_view(lengt
     answer = site.send(path="/echo", data=b"12345", environ_overrides={"CONTENT_LENGTH": length})
     assert (answer.status_code, answer.data) == (200, b"")
     assert site.row()["fingerprint"].decode() == fingerprint_request("POST", "/echo", {}, b"")
-
-
-# Real servers
-
-
-@pytest.fixture(scope="module")
-def served_by(all_servers: Servers) -> Iterator[Callable[[str], Served]]:
-    """Start the server of a kind when a test first asks for it."""
-    running: dict[str, Served] = {}
-
-    def get(kind: str) -> Served:
-        if kind == "gevent" and find_spec("gevent") is None:
-            pytest.skip("gevent is not installed")
-        if kind not in running:
-            server = all_servers.get("valkey")
-            assert isinstance(server, Server)
-            running[kind] = Served(kind, server.url)
-        running[kind].forget_runs()
-        return running[kind]
-
-    yield get
-    for served in running.values():
-        served.close()
-
-
-def _stored(server: Server, key: str = "k1") -> str:
-    with server.client() as client:
-        value = client.hget(f"served:acme:{key}", "fingerprint")
-        assert isinstance(value, bytes)
-        return value.decode()
-
-
-def _rows(server: Server) -> int:
-    with server.client() as client:
-        size: int = client.dbsize()
-        return size
-
-
-def _head(target: str = "/charges", method: str = "POST", key: str = "k1", **headers: str) -> str:
-    lines = [f"{method} {target} HTTP/1.1", f"Idempotency-Key: {key}"]
-    return "\n".join([*lines, *(f"{name.replace('_', '-')}: {value}" for name, value in headers.items())])
-
-
-def _chunks(body: bytes, size: int) -> bytes:
-    pieces = [body[at : at + size] for at in range(0, len(body), size)]
-    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
-
-
-@pytest.mark.parametrize("kind", ["gunicorn-sync", "werkzeug"])
-def test_the_vectors_come_out_of_a_raw_socket_too(
-    kind: str, served_by: Callable[[str], Served], valkey_server: Server
-) -> None:
-    served = served_by(kind)
-    for number, vector in enumerate(VECTORS):
-        if vector["method"] == "post" and kind == "gunicorn-sync":
-            continue  # gunicorn refuses a method in lower case
-        body = _body(vector)
-        headers = {"Content-Length": str(len(body)), **vector["headers"]}
-        answer = served.exchange(_head(vector["target"], vector["method"], f"v{number}", **headers), body)
-        assert answer.status == 201
-        assert answer.json["sha256"] == hashlib.sha256(body).hexdigest()
-        assert _stored(valkey_server, f"v{number}") == vector["fingerprint"], vector["target"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_server_hands_on_the_raw_target_or_says_that_it_does_not(
-    kind: str, served_by: Callable[[str], Served], valkey_server: Server
-) -> None:
-    served = served_by(kind)
-    targets = ["/a/b", "/caf%C3%A9?q=%E3%81%82", "/x?a=1&b=%zz", "/"]
-    if kind in RAW_KINDS:
-        targets += ["/a%2Fb", "/%61", "/x?", "/a//b;p=1", "/~x%7E"]
-    else:
-        assert "does not give the raw request target" not in served.log
-    for number, target in enumerate(targets):
-        answer = served.exchange(_head(target, key=f"t{number}", Content_Length="3"), b"abc")
-        assert answer.status == 201
-        assert _stored(valkey_server, f"t{number}") == fingerprint_request("POST", target, {}, b"abc"), target
-    assert (kind in RAW_KINDS) == ("does not give the raw request target" not in served.log)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_body_of_a_megabyte_hashes_alike_chunked_and_plain(
-    kind: str, served_by: Callable[[str], Served], valkey_server: Server
-) -> None:
-    served = served_by(kind)
-    body = bytes(range(256)) * 4096
-    plain = served.exchange(_head(Content_Length=str(len(body))), body)
-    chunked = served.exchange(_head(key="k2", Transfer_Encoding="chunked"), _chunks(body, 60_000))
-    assert plain.json["sha256"] == chunked.json["sha256"] == hashlib.sha256(body).hexdigest()
-    assert _stored(valkey_server) == _stored(valkey_server, "k2") == fingerprint_request("POST", "/charges", {}, body)
-    again = served.exchange(_head(Transfer_Encoding="chunked"), _chunks(body, 9_999))
-    assert (again.headers["idempotent-replayed"], again.body) == ("true", plain.body)
-    assert served.runs() == ["k1", "k2"]
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_upload_that_a_client_breaks_off_runs_and_claims_nothing(
-    kind: str, chunked: bool, served_by: Callable[[str], Served], valkey_server: Server
-) -> None:
-    served = served_by(kind)
-    whole = b"x" * 100_000
-    if chunked:
-        answer = served.exchange(_head(Transfer_Encoding="chunked"), _chunks(whole, 30_000)[:70_000], half_close=True)
-    else:
-        answer = served.exchange(_head(Content_Length="100000"), whole[:70_000], half_close=True)
-    if kind == "waitress":  # it waits for the whole body, and forgets a client that goes away
-        assert answer.status == 0
-    else:
-        assert (answer.status, answer.error) == (400, "idempotency_body_incomplete")
-    assert (served.runs(), _rows(valkey_server)) == ([], 0)
-    assert served.exchange(_head(Content_Length="100000"), whole).status == 201
-
-
-@pytest.mark.parametrize("kind", ["gunicorn-gthread", "werkzeug"])
-def test_an_upload_of_50_mb_arrives_whole_and_costs_no_memory_in_proportion(
-    kind: str, served_by: Callable[[str], Served], valkey_server: Server
-) -> None:
-    served = served_by(kind)
-    before = max(served.exchange(_head(key=f"w{n}", Content_Length="1"), b"x").json["peak_kib"] for n in range(6))
-    body = bytes(range(256)) * (200 * 1024)
-    answer = served.exchange(_head(Content_Length=str(len(body))), body).json
-    assert (answer["size"], answer["sha256"]) == (len(body), hashlib.sha256(body).hexdigest())
-    assert answer["peak_kib"] - before < 12 * 1024
-
-
-@pytest.mark.parametrize("kind", ["werkzeug", "gevent"])
-def test_a_server_that_takes_methods_in_lower_case_runs_no_view_unclaimed(
-    kind: str, served_by: Callable[[str], Served], valkey_server: Server
-) -> None:
-    served = served_by(kind)
-    assert served.exchange("post /charges HTTP/1.1\nContent-Length: 0").error == "idempotency_key_required"
-    first = served.exchange(_head(method="post", Content_Length="0"))
-    again = served.exchange(_head(Content_Length="0"))
-    assert (first.status, again.body, again.headers["idempotent-replayed"]) == (201, first.body, "true")
-    assert served.runs() == ["k1"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_repeated_header_line_is_one_key_that_no_single_line_names(
-    kind: str, served_by: Callable[[str], Served], valkey_server: Server
-) -> None:
-    served = served_by(kind)
-    assert served.exchange(f"{_head(key='a')}\nIdempotency-Key: b\nContent-Length: 0").status == 201
-    for key in ("a", "b"):
-        assert served.exchange(_head(key=key, Content_Length="0")).json["generation"] == 1
-    assert [len(run) for run in served.runs()][1:] == [1, 1]
-    assert served.runs()[0] in ("a,b", "a, b")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_that_no_key_may_have_are_refused_by_every_server_or_by_us(
-    kind: str, served_by: Callable[[str], Served], valkey_server: Server
-) -> None:
-    served = served_by(kind)
-    for key in ("a\x00b", "a\x7fb", "caf\xe9", "a\x80", "k" * 256):
-        answer = served.exchange(_head(key=key, Content_Length="0"))
-        assert answer.status in (0, 400, 431), key
-    assert (served.runs(), _rows(valkey_server)) == ([], 0)

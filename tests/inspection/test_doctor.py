@@ -211,6 +211,7 @@ def test_a_command_that_is_denied_is_named_and_no_row_stays(
         assert admin.keys() == []
 
 
+@pytest.mark.slow
 def test_a_replica_is_no_place_for_a_ledger(tmp_path: Path, namespace: str) -> None:
     with (
         valkey(tmp_path / "a") as primary,

@@ -1,4 +1,4 @@
-"""What may not creep up, counted and not timed: commands, bytes, objects that stay, and work on what is unprotected."""
+"""What may not creep up, counted and not timed: commands, bytes, and objects that stay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from werkzeug.test import EnvironBuilder
 
 from idemredis import Ledger, Policy, Replay, Reservation, StoredResponse
 from idemredis.flask import Idempotency
-from tests.support.counting import count_calls
 from tests.support.servers import Server
 from tests.support.wiretap import Words, tap
 
@@ -153,11 +152,12 @@ def growth(url: str, namespace: str, heartbeat: bool, keys: int) -> tuple[int, i
     return more
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heartbeat", [False, True])
-def test_nothing_is_kept_in_the_process_for_a_key(real_server: Server, namespace: str, heartbeat: bool) -> None:
+def test_nothing_is_kept_in_the_process_for_a_key(valkey_server: Server, namespace: str, heartbeat: bool) -> None:
     """In a process of its own, where nothing else comes and goes. A heartbeat ends with its attempt, not its lease."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as alone:
-        objects, blocks = alone.submit(growth, real_server.url, namespace, heartbeat, 1000).result(60.0)
+        objects, blocks = alone.submit(growth, valkey_server.url, namespace, heartbeat, 1000).result(60.0)
 
     assert objects < 100
     assert blocks < 100
@@ -208,28 +208,3 @@ def test_a_protected_request_costs_two_commands_and_its_replay_one(app: Flask, c
     client.forget()
     assert send(app, "POST", "/protected", HTTP_IDEMPOTENCY_KEY=KEY) == b"made"
     assert client.calls == ["EVALSHA"]
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "key", "most"),
-    [
-        ("GET", "/protected", None, 6),
-        ("GET", "/protected", KEY, 8),
-        ("POST", "/plain", None, 2),
-        ("POST", "/plain", KEY, 9),
-        ("POST", "/protected", KEY, 151),
-    ],
-)
-def test_the_extension_enters_few_python_functions_a_request(
-    app: Flask, client: Counting, method: str, path: str, key: str | None, most: int
-) -> None:
-    """Those of an application with a `teardown_request` that does nothing, and of redis-py, do not count."""
-    bare = Flask("bare")
-    bare.teardown_request(lambda error: None)
-    bare.add_url_rule(path, "view", lambda: ("made", 201), methods=["POST", "GET"])
-    send(app, "POST", "/protected", HTTP_IDEMPOTENCY_KEY="first")
-    send(bare, method, path)
-    headers = {} if key is None else {"HTTP_IDEMPOTENCY_KEY": key}
-    without = count_calls(lambda: send(bare, method, path))
-
-    assert count_calls(lambda: send(app, method, path, **headers)) - without <= most

@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ["celery_worker", "rq_worker", "asyncio_consumer", "webhooks", "checkout_saga", "sql_fencing"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_proves_all_that_it_says(name: str, tmp_path: Path) -> None:
     path = EXAMPLES / f"{name}.py"

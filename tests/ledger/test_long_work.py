@@ -45,6 +45,7 @@ def line(worker: subprocess.Popen[str]) -> str:
     return worker.stdout.readline().strip()
 
 
+@pytest.mark.slow
 def test_no_lease_of_500_held_at_once_is_missed_and_one_thread_renews_them(
     valkey_server: Server, namespace: str
 ) -> None:
@@ -66,6 +67,7 @@ def test_no_lease_of_500_held_at_once_is_missed_and_one_thread_renews_them(
     ledger.client.close()
 
 
+@pytest.mark.slow
 def test_no_lease_of_500_held_at_once_is_missed_and_one_task_renews_them(valkey_server: Server, namespace: str) -> None:
     async def hold() -> None:
         ledger = AsyncLedger(valkey_server.async_client(), Policy(lease=LEASE), namespace)
@@ -85,6 +87,7 @@ def test_no_lease_of_500_held_at_once_is_missed_and_one_task_renews_them(valkey_
     asyncio.run(hold())
 
 
+@pytest.mark.slow
 def test_the_heartbeat_ends_at_max_hold_so_that_hung_work_is_taken_over(
     make_worker: MakeWorker, valkey_server: Server
 ) -> None:
@@ -99,6 +102,7 @@ def test_the_heartbeat_ends_at_max_hold_so_that_hung_work_is_taken_over(
     assert worker.row("k").generation == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["reserve", "claim"])
 @pytest.mark.parametrize("heartbeat", ["on", "off"])
 def test_a_worker_stopped_for_two_leases_is_taken_over_and_finds_out(
@@ -129,6 +133,7 @@ def test_a_worker_stopped_for_two_leases_is_taken_over_and_finds_out(
     assert len(errors.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_one_of_8_processes_with_20_calls_each_runs_the_function(
     valkey_server: Server, namespace: str, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+import pytest
 import redis
 
 from idemredis import InProgress, Ledger, Replay, Reservation, StoredResponse
@@ -67,6 +68,7 @@ def race(url: str, namespace: str, rounds: int) -> list[list[str]]:
     return seen
 
 
+@pytest.mark.slow
 def test_of_100_threads_in_4_processes_exactly_one_runs(real_server: Server, namespace: str) -> None:
     rounds = 200 if real_server.kind == "valkey" else 50
     spawn = multiprocessing.get_context("spawn")
@@ -130,6 +132,7 @@ print("the child is done")
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_works_on_its_own_and_leaves_its_parents_reservations_alone(
     valkey_server: Server, namespace: str
 ) -> None:

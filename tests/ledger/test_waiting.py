@@ -144,6 +144,7 @@ def test_without_takeover_a_stale_row_is_not_waited_for(waiter: Worker, make_wor
     assert time.monotonic() - began < 10.0
 
 
+@pytest.mark.slow
 def test_the_median_delay_after_a_completion_is_under_30_ms(
     make_worker: MakeWorker, mode: Mode, valkey_server: Server
 ) -> None:

@@ -100,6 +100,7 @@ def test_where_rows_are_not_told_the_published_events_are_shown_alone(place: Pla
     ledger.close()
 
 
+@pytest.mark.slow
 @REAL
 @pytest.mark.parametrize("verbose", [False, True])
 def test_the_command_prints_a_line_for_each_and_renewals_only_when_asked(

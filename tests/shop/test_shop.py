@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import signal
@@ -18,7 +17,7 @@ from selenium.webdriver import ActionChains, Chrome, Keys
 from selenium.webdriver.common.by import By
 
 from tests.support.browser import CHROMEDRIVER, CHROMIUM, Page, chromium
-from tests.support.processes import die_with
+from tests.support.processes import mortal
 from tests.support.waiting import wait_until
 
 SERVE = Path(__file__).parents[2] / "examples" / "serve.py"
@@ -26,7 +25,7 @@ SERVE = Path(__file__).parents[2] / "examples" / "serve.py"
 LASTING = {"SHOP_SLOW_SECONDS": "8", "SHOP_AWAY_SECONDS": "8"}
 """Longer than for people: what is to happen meanwhile does so on a busy machine too."""
 
-pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.timeout(90)]
+pytestmark = pytest.mark.timeout(90)
 
 
 class Gateway:
@@ -51,14 +50,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(folder: Path) -> Iterator[str]:
     """`make serve`, as its users run it."""
-    command = [sys.executable, "-u", str(SERVE)]
+    command = mortal([sys.executable, "-u", str(SERVE)])
     with subprocess.Popen(
         command,
         env={**os.environ, "TMPDIR": str(folder), **LASTING},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        preexec_fn=functools.partial(die_with, os.getpid()),
     ) as serve:
         try:
             assert serve.stdout is not None

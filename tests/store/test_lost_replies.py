@@ -251,6 +251,7 @@ def test_a_renewal_that_stays_unknown_does_not_end_the_attempt(wired: Wired, scr
     assert wire.near.claim(*ROW, "f") == Replay(ANSWER, 1, False)
 
 
+@pytest.mark.slow
 def test_a_completion_that_timed_out_can_be_made_again_with_the_same_token(wired: Wired) -> None:
     wire = wired("complete", socket_timeout=1.0)
     r = wire.far.claimed(*ROW, "f")
@@ -275,6 +276,7 @@ def test_a_completion_that_was_lost_on_the_way_can_be_made_again_with_the_same_t
     assert wire.near.claim(*ROW, "f") == Replay(ANSWER, 1, False)
 
 
+@pytest.mark.slow
 @WHOSE
 def test_a_server_that_hangs_is_given_up_after_two_timeouts(wired: Wired, ours: bool) -> None:
     wire = wired(ours=ours, socket_timeout=1.0)

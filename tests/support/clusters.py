@@ -1,4 +1,4 @@
-"""Clusters: starting one, the keys of a slot, moving a slot, and clients with many connections."""
+"""Slots of a cluster: the keys in one, and one on its way to another server; and clients with many connections."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import redis.asyncio
 from redis.crc import key_slot
 
 from idemredis.core.keys import identify
-from tests.support.servers import Server, free_port, valkey
+from tests.support.servers import Server, free_port, start
 from tests.support.subject import Subject
 from tests.support.waiting import wait_until
 
@@ -24,19 +24,31 @@ __all__ = ["SETTLED_WITHIN", "SLOTS", "Cluster", "connect_often", "keys_in", "mo
 
 
 class Cluster:
-    """Three primaries, and optionally a replica of each, set up with plain client commands."""
+    """Primaries, and a replica of each where they are asked for, made with plain client commands."""
 
     kind = "cluster"
 
-    def __init__(self, stack: ExitStack, directory: Path, *, replicas: bool = False, node_timeout: int = 2000) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        directory: Path,
+        *,
+        server: str = "valkey",
+        primaries: int = 3,
+        replicas: bool = False,
+        node_timeout: int = 2000,
+    ) -> None:
         self._stack = stack
-        self._node_timeout = str(node_timeout)  # milliseconds without a reply after which a replica takes over
+        self._server = server
+        self._node_timeout = str(node_timeout)  # milliseconds without an answer, after which a replica takes over
         self._directory = directory
         self.nodes: list[Server] = []
-        buses = [self._start() for _ in range(6 if replicas else 3)]
+        buses = [self._start() for _ in range(primaries * 2 if replicas else primaries)]
         admins: list[Any] = [stack.enter_context(node.client()) for node in self.nodes]
-        for at, admin in enumerate(admins[:3]):
-            admin.execute_command("CLUSTER", "ADDSLOTSRANGE", SLOTS * at // 3, SLOTS * (at + 1) // 3 - 1)
+        for at, admin in enumerate(admins[:primaries]):
+            admin.execute_command(
+                "CLUSTER", "ADDSLOTSRANGE", SLOTS * at // primaries, SLOTS * (at + 1) // primaries - 1
+            )
         for at, admin in enumerate(admins):
             admin.execute_command("CLUSTER", "SET-CONFIG-EPOCH", at + 1)
         for node, bus in zip(self.nodes[1:], buses[1:], strict=True):
@@ -44,11 +56,11 @@ class Cluster:
         self.ids = [admin.execute_command("CLUSTER", "MYID").decode() for admin in admins]
         for admin in admins:
             wait_until(partial(_knows, admin, len(self.nodes)), SETTLED_WITHIN)
-        for admin, of in zip(admins[3:], self.ids, strict=False):
+        for admin, of in zip(admins[primaries:], self.ids, strict=False):
             wait_until(partial(_replicates, admin, of), SETTLED_WITHIN)
         for admin in admins:
             wait_until(partial(_is_ok, admin), SETTLED_WITHIN)
-        for admin in admins[3:]:
+        for admin in admins[primaries:]:
             wait_until(lambda admin=admin: admin.info("replication")["master_link_status"] == "up", SETTLED_WITHIN)  # type: ignore[misc]
 
     def _start(self) -> int:
@@ -56,11 +68,12 @@ class Cluster:
         bus = free_port()
         words = ["--cluster-enabled", "yes", "--cluster-node-timeout", self._node_timeout, "--cluster-port", str(bus)]
         words += ["--repl-diskless-sync-delay", "0"]
-        self.nodes.append(self._stack.enter_context(valkey(self._directory / str(len(self.nodes)), *words)))
+        self.nodes.append(start(self._server, self._directory / str(len(self.nodes)), *words))
+        self._stack.callback(self.nodes[-1].stop)
         return bus
 
     def grow(self, count: int) -> list[Server]:
-        """Add primaries without slots, which no client's slot map contains."""
+        """Let so many primaries join that have no slots, and so are in no client's map of them."""
         before = len(self.nodes)
         with self.nodes[0].client() as admin:
             for _ in range(count):
@@ -87,7 +100,7 @@ def _replicates(admin: Any, primary: str) -> bool:
     try:
         return bool(admin.execute_command("CLUSTER", "REPLICATE", primary))
     except redis.ResponseError:
-        return False  # this node does not know the new one yet
+        return False  # it has not heard of it yet
 
 
 def _is_ok(admin: Any) -> bool:
@@ -95,18 +108,18 @@ def _is_ok(admin: Any) -> bool:
 
 
 def slot_of(namespace: str, key: str) -> int:
-    """Return the slot of the row of principal `acct` with this key."""
+    """Return the slot of the row that acct's key has."""
     return key_slot(identify(namespace, "acct", key).row.encode())
 
 
 def keys_in(slot: int, namespace: str) -> Iterator[str]:
-    """Yield keys of principal `acct` whose rows are in the slot."""
+    """Yield keys of acct's whose rows are in the slot."""
     return (key for key in map("key-{}".format, range(10_000_000)) if slot_of(namespace, key) == slot)
 
 
 @contextmanager
 def moving(slot: int, from_: Server, to: Server) -> Iterator[None]:
-    """Start moving a slot; in the block its rows are still on the old server, and at the end they are all moved."""
+    """Let the slot be on its way in the block, its rows where they are; then they all go, and the slot is moved."""
     with from_.client() as source, to.client() as target:
         ids = [admin.execute_command("CLUSTER", "MYID").decode() for admin in (source, target)]
         target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
@@ -118,14 +131,14 @@ def moving(slot: int, from_: Server, to: Server) -> Iterator[None]:
 
 
 def move_rows(slot: int, from_: Server, to: Server) -> None:
-    """Move all rows of the slot."""
+    """Move the slot's rows."""
     with from_.client() as source:
         if rows := source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 1000):
             source.execute_command("MIGRATE", "127.0.0.1", to.port, "", 0, 5000, "KEYS", *rows)
 
 
 def connect_often(subject: Subject, server: Server, keys: list[str]) -> None:
-    """Make so many calls at the same time that the subject opens as many connections to the server."""
+    """Have so many calls under way at the server at once that the subject holds as many connections to it."""
     with server.client() as admin:
         admin.execute_command("CLIENT", "PAUSE", 10_000, "WRITE")
         claims = [subject.begin("claim", "acct", key, "f") for key in keys]

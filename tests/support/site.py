@@ -1,4 +1,4 @@
-"""A Flask application under test: its views, its ledger and its rows."""
+"""An application to attack: its views, its ledger, and its rows."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from idemredis import Ledger, Policy
 from idemredis.core.keys import identify
 from idemredis.events import Event
 from idemredis.flask import Idempotency
+from idemredis.store.clients import SOCKET_TIMEOUT
 from tests.support.started import Servers
-from tests.support.subject import AnyServer
+from tests.support.subject import PATIENCE, AnyServer
 from tests.support.wiretap import Words, tap
 
 PRINCIPAL = "acme"
@@ -27,15 +28,16 @@ class Site:
     """An application with its extension and ledger.
 
     Attributes:
-        runs: values that views appended; its length must not change on a refusal.
-        sent: the scripts that the ledger called, in order.
-        events: the events that the ledger emitted.
-        store: a plain client, to read and edit rows.
+        runs: what views have appended; its length is the counter that must not move on a refusal.
+        inside: what the view that counts itself does, once it has.
+        sent: the scripts that the ledger asked for, in order.
+        events: what the ledger told.
+        store: a plain client, to look at rows and to spoil them.
     """
 
     def __init__(
         self,
-        client: redis.Redis,
+        server: redis.Redis | str,
         store: redis.Redis,
         namespace: str,
         *,
@@ -43,16 +45,21 @@ class Site:
         policy: Policy | None = None,
         ledger: type[Ledger] = Ledger,
         log_keys: bool = False,
+        socket_timeout: float | None = None,
         app: Flask | None = None,
         **settings: Any,
     ) -> None:
         self.runs: list[Any] = []
         self.sent: list[str] = []
         self.events: list[Event] = []
+        self.inside: Callable[[], object] = lambda: None
         self.store = store
         self.namespace = namespace
-        tap(client, _Sent(self.sent))
-        self.ledger = ledger(client, policy, namespace, (self.events.append,), log_keys=log_keys)
+        make: Any = ledger.from_url if isinstance(server, str) else ledger
+        timeout = SOCKET_TIMEOUT if isinstance(server, str) else PATIENCE
+        how = {"log_keys": log_keys, "socket_timeout": timeout if socket_timeout is None else socket_timeout}
+        self.ledger: Ledger = make(server, policy, namespace, (self.events.append,), **how)
+        tap(self.ledger.client, _Sent(self.sent))
         self.app = Flask("shop") if app is None else app
         self.app.config.update({f"IDEMREDIS_{name}": value for name, value in settings.items()})
         self.idempotency = Idempotency(principal=principal, ledger=self.ledger)
@@ -63,11 +70,15 @@ class Site:
         return self.app.test_client()
 
     def view(self, run: Callable[..., Any] | None = None, path: str = "/charges", **options: Any) -> None:
-        """Add a protected view that counts its runs, and returns 201 with another body each time."""
+        """Add a protected view that counts itself; it answers 201 with a body of its own each time."""
 
         def charge(**args: Any) -> Any:
             self.runs.append(path)
-            return (f"charge {len(self.runs)}", 201) if run is None else run(**args)
+            if run is not None:
+                return run(**args)
+            text = f"charge {len(self.runs)}"
+            self.inside()
+            return text, 201
 
         methods = ["POST", "PUT", "PATCH", "DELETE"]
         protected = self.idempotency.protect(**options)(charge)
@@ -77,7 +88,7 @@ class Site:
         self, key: str | None = "k1", path: str = "/charges", method: str = "POST", **options: Any
     ) -> TestResponse:
         headers = list(options.pop("headers", ()))
-        options.setdefault("buffered", True)  # a stream that is not read to its end does not settle the row
+        options.setdefault("buffered", True)  # a stream that nobody reads is not settled
         if key is not None:
             headers.append(("Idempotency-Key", key))
         if not options.keys() & {"data", "json", "input_stream"}:
@@ -88,23 +99,23 @@ class Site:
         return identify(self.namespace, principal, key, operation).row
 
     def row(self, key: str = "k1", principal: str = PRINCIPAL, operation: str = "") -> dict[str, bytes]:
-        """Return the row's fields; empty if there is no row."""
+        """Return the row's fields; none where there is no row."""
         fields = cast(dict[bytes, bytes], self.store.hgetall(self.row_name(key, principal, operation)))
         return {name.decode(): value for name, value in fields.items()}
 
     def rows(self) -> dict[bytes, Any]:
-        """Return the whole store byte for byte, without TTLs."""
+        """Return everything there is, byte for byte, without the time it has left."""
         names = cast(list[bytes], self.store.keys())
         return {name: self.store.dump(name) for name in names}
 
     def omitted(self, key: str = "k1") -> bytes:
-        """Return why the finished row has no body, or nothing if it has one."""
+        """Return why the finished row has no body; nothing where it has one."""
         row = self.row(key)
         assert "response_body" in row, f"the row is {row['status']!r}"
         return row.get("response_omitted", b"")
 
     def pttl(self, key: str = "k1") -> int:
-        """Return the milliseconds until the row expires."""
+        """Return the milliseconds that the row still lives."""
         left: int = self.store.pttl(self.row_name(key))
         return left
 
@@ -142,13 +153,16 @@ class MakeSite(Protocol):
 
 @pytest.fixture
 def make_site(every_key_left_expires: Servers, namespace: str) -> Iterator[MakeSite]:
-    """Make sites: `make_site(server, principal=…, policy=…, ledger=…, PROTOCOL="ietf", …)`."""
+    """Make sites: `make_site(server, principal=…, policy=…, ledger=…, PROTOCOL="ietf", …)`.
+
+    The ledger has a client of the server's, or `client=`, or what `from_url` makes of `url=`.
+    """
     made: list[Site] = []
 
     def make(server: AnyServer | None = None, **options: Any) -> Site:
         server = server or every_key_left_expires.get("fakeredis")
-        client = options.pop("client", None) or server.client()
-        made.append(Site(client, server.client(), namespace, **options))
+        given = options.pop("url", None) or options.pop("client", None) or server.client()
+        made.append(Site(given, server.client(), namespace, **options))
         return made[-1]
 
     yield make
@@ -158,7 +172,7 @@ def make_site(every_key_left_expires: Servers, namespace: str) -> Iterator[MakeS
 
 @pytest.fixture
 def site(make_site: MakeSite) -> Site:
-    """A site whose view `/charges` counts its runs and returns 201."""
+    """A site whose `/charges` counts itself and answers 201."""
     site = make_site()
     site.view()
     return site

@@ -14,7 +14,7 @@ from idemredis.core.outcomes import Outcome
 from idemredis.core.scripts import Script
 from idemredis.events import Observer
 
-__all__ = ["AnyServer", "Fields", "MakeSubject", "Mode", "Subject"]
+__all__ = ["PATIENCE", "AnyServer", "Fields", "MakeSubject", "Mode", "Subject"]
 
 T = TypeVar("T")
 Mode: TypeAlias = Literal["sync", "async"]

@@ -26,7 +26,6 @@ from idemredis.telemetry import Telemetry
 from idemredis.telemetry.otel import MOST_NAMES, OTHER_NAME
 from idemredis.telemetry.signals import send, signals
 from tests.support.clock import TurnedClock
-from tests.support.counting import count_calls
 from tests.support.servers import Server
 from tests.support.subject import MakeSubject, Mode
 
@@ -338,10 +337,3 @@ def test_levels_are_those_that_a_person_on_call_would_choose(
         "held_for_review": "ERROR",
         "fenced": "ERROR",
     }
-
-
-def test_an_event_enters_few_python_functions_with_everything_on(collected: Collected) -> None:
-    event = Event("claimed", "0" * 12, "charge", 1, "", 0.0001)
-    collected.observer(event)
-
-    assert count_calls(lambda: collected.observer(event)) <= 150

@@ -1,1 +1,1 @@
-"""The Flask extension: in one process, and behind real servers."""
+"""The HTTP contract and its settings, which all doors share."""

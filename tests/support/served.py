@@ -1,0 +1,186 @@
+"""The application behind the real servers: it echoes what its view saw, notes each run, and dies where its key says.
+
+`python -m tests.support.served '{"kind": "waitress", …}'` is such a server, with a `Setup` in JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flask import Flask, request
+
+from idemredis import Ledger, Policy, Reservation
+from idemredis.core.outcomes import Outcome
+from idemredis.core.settle import Ending
+from idemredis.flask import Idempotency, current_reservation
+
+__all__ = ["KINDS", "LET_GO", "PRINCIPAL", "Setup"]
+
+KINDS = ("gunicorn-sync", "gunicorn-gthread", "waitress", "werkzeug", "gevent")
+"""One of each server. gunicorn has workers of "gevent" too."""
+
+PRINCIPAL = "acct-secret-1"
+LET_GO = "let go"
+"""Noted by the test of a key whose view, at the path "held", may go on."""
+
+UNSAFE = ["POST", "PUT", "PATCH", "DELETE"]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a server is started with.
+
+    `address` is its unix socket and `notes` the file of what ran. `workers`, `timeout` and `preload` are gunicorn's;
+    `threads` are those of a worker that has them.
+    """
+
+    kind: str
+    address: str
+    notes: str
+    url: str
+    namespace: str
+    lease: float = Policy().lease
+    socket_timeout: float = 1.0
+    workers: int = 2
+    threads: int = 8
+    timeout: int = 60
+    preload: bool = False
+
+    @property
+    def loads(self) -> int:
+        """How many processes load the application."""
+        return self.workers if self.kind.startswith("gunicorn") and not self.preload else 1
+
+
+class _MortalLedger(Ledger):
+    """A ledger whose process dies where the key says, once."""
+
+    notes: str
+
+    def claim(self, principal: object, key: str, *args: Any, **kwargs: Any) -> Outcome:
+        outcome = super().claim(principal, key, *args, **kwargs)
+        if isinstance(outcome, Reservation) and outcome.generation == 1:
+            self.die("in-the-claim", key)
+        return outcome
+
+    def settle(self, r: Reservation, ending: Ending) -> None:
+        if r.generation == 1:
+            self.die("before-the-completion", r.key)
+        super().settle(r, ending)
+
+    def note(self, key: str, what: str) -> None:
+        with open(self.notes, "a") as file:
+            file.write(f"{key}\t{what}\n")
+
+    def is_let_go(self, key: str) -> bool:
+        return f"{key}\t{LET_GO}\n" in Path(self.notes).read_text()
+
+    def die(self, where: str, key: str) -> None:
+        if key.startswith(where):
+            self.note(key, f"died {where}")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _create_app(setup: Setup) -> Flask:
+    logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
+    logging.getLogger("idemredis").setLevel(logging.DEBUG)
+    policy = Policy(lease=setup.lease)
+    ledger = _MortalLedger.from_url(setup.url, policy, setup.namespace, socket_timeout=setup.socket_timeout)
+    ledger.notes = setup.notes
+    ledger.note("server", "loaded")
+    app = Flask("shop")
+    idempotency = Idempotency(app, principal=PRINCIPAL, ledger=ledger)
+    if setup.preload:
+        before = ledger.claim(PRINCIPAL, f"before-the-fork-{os.getpid()}", "f")
+        assert isinstance(before, Reservation)
+        ledger.start_heartbeat(before)  # its thread runs when the workers are forked
+
+    @app.get("/up")
+    def up() -> str:
+        return "up"
+
+    @app.route("/", defaults={"path": ""}, methods=UNSAFE)
+    @app.route("/<path:path>", methods=UNSAFE)
+    @idempotency.protect
+    def echo(path: str) -> tuple[dict[str, Any], int]:
+        r = current_reservation
+        ledger.note(r.key, "begun")
+        digest, size = hashlib.sha256(), 0
+        while piece := request.stream.read(65536):
+            digest.update(piece)
+            size += len(piece)
+        if r.generation == 1:
+            ledger.die("in-the-view", r.key)
+            time.sleep(request.args.get("seconds", 0.0, float) if path == "slow" else 0.0)
+            while path == "held" and not ledger.is_let_go(r.key):
+                time.sleep(0.02)
+        ledger.note(r.key, "done")
+        return {
+            "path": path,
+            "size": size,
+            "sha256": digest.hexdigest(),
+            "generation": r.generation,
+            "server": os.getpid(),
+            "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        }, 201
+
+    return app
+
+
+def _serve(setup: Setup) -> None:
+    if setup.kind.startswith("gunicorn"):
+        from gunicorn.app.base import BaseApplication  # type: ignore[import-untyped]
+
+        class Application(BaseApplication):  # type: ignore[misc]
+            def load_config(self) -> None:
+                worker = setup.kind.removeprefix("gunicorn-")
+                chosen = {
+                    "bind": f"unix:{setup.address}",
+                    "worker_class": worker,
+                    "workers": setup.workers,
+                    "threads": setup.threads if worker == "gthread" else 1,
+                    "timeout": setup.timeout,
+                    "graceful_timeout": 10,
+                    "preload_app": setup.preload,
+                    "control_socket": "",
+                }
+                for name, value in chosen.items():
+                    if name in self.cfg.settings:
+                        self.cfg.set(name, value)
+
+            def load(self) -> Any:
+                return _create_app(setup)
+
+        Application().run()
+    app = _create_app(setup)
+    if setup.kind == "waitress":
+        import waitress
+
+        waitress.serve(app, unix_socket=setup.address, threads=setup.threads)
+    elif setup.kind == "werkzeug":
+        from werkzeug.serving import run_simple
+
+        run_simple(f"unix://{setup.address}", 0, app, threaded=True)
+    elif setup.kind == "gevent":
+        from gevent.pywsgi import WSGIServer
+        from gevent.socket import AF_UNIX
+        from gevent.socket import socket as gsocket
+
+        listener = gsocket(AF_UNIX)
+        listener.bind(setup.address)
+        listener.listen(64)
+        WSGIServer(listener, app).serve_forever()
+
+
+if __name__ == "__main__":
+    _serve(Setup(**json.loads(sys.argv[1])))
