@@ -123,7 +123,6 @@ class EventEmitter:
 
     def _event(self, emit: Emit, seconds: float) -> Event:
         who = emit.identity
-        names = (who.principal, who.key) if self._log_keys else (None, None)
-        return Event(
-            emit.event, digest(who.row), who.operation, emit.generation, emit.route, seconds, *names, emit.reason
-        )
+        principal, key = (who.principal, who.key) if self._log_keys else (None, None)
+        about = (digest(who.row), who.operation, emit.generation, emit.route)
+        return Event(emit.event, *about, seconds, principal, key, emit.reason)

@@ -151,6 +151,8 @@ class _Bounded:
     _is_up = False
 
     def connect(self) -> None:
+        if self._is_up:
+            return
         until = connect_by.get()
         inherited = self._connecting  # begun by a call that did not wait for its end
         if inherited is not None:

@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Generator, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any, TypeAlias
 
 from redis.exceptions import NoScriptError
@@ -77,17 +78,22 @@ def evaluation(
 
 def encode_call(script: Script, call: Call[Any], by_text: bool = False) -> bytes:
     """Return the EVALSHA of a call, or its EVAL, as Redis reads it."""
-    head = _head(script.text if by_text else script.sha, by_text, len(call.args))
-    row = call.row.encode()
-    flat: list[Any] = [head, len(row), row]
-    for word in call.args:
-        data = word if type(word) is bytes else str(word).encode()
-        flat += (len(data), data)
-    return _FORMATS[len(call.args)] % tuple(flat)
+    count = len(call.args)
+    head = _head(script.text if by_text else script.sha, by_text, count)
+    words: Any = (call.row, *call.args)
+    if bytes not in map(type, words):  # all but a body: written as text, and encoded at once
+        words = tuple(map(str, words))
+        text = _TEXT_FORMATS[count] % tuple(chain.from_iterable(zip(map(len, words), words, strict=True)))
+        if text.isascii():  # else a word has more bytes than characters
+            return head + text.encode()
+    data = [word if type(word) is bytes else str(word).encode() for word in words]
+    return head + _FORMATS[count] % tuple(chain.from_iterable(zip(map(len, data), data, strict=True)))
 
 
-_FORMATS = [b"%b" + b"$%d\r\n%b\r\n" * (1 + arguments) for arguments in range(16)]
-"""How a call with so many arguments is written: what is the same each time, then the row, then each argument."""
+_FORMATS = [b"$%d\r\n%b\r\n" * (1 + arguments) for arguments in range(16)]
+"""The row and so many arguments, as Redis reads them."""
+
+_TEXT_FORMATS = [(b"$%d\r\n%s\r\n" * (1 + arguments)).decode() for arguments in range(16)]
 
 
 @cache
@@ -169,7 +175,7 @@ def _evaluate_by_node(routed: Routed, calls: Sequence[Call[Any]], *how: Any) -> 
 def _outcome(call: Call[Any], reply: Any, acknowledged: Any, required: int, sent: float) -> Any:
     if isinstance(reply, Exception):
         raise map_error(reply, time.monotonic() - sent)
-    outcome = call.outcome(reply, sent)
+    outcome = call.decode(reply, sent)  # its token was compared while the connection was in hand
     if isinstance(acknowledged, Exception):  # WAIT is refused, but the script has run
         raise map_error(acknowledged, time.monotonic() - sent, unknown=True)
     return operations.acknowledged(outcome, acknowledged, required)

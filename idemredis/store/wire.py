@@ -220,12 +220,11 @@ def _in_step(replies: Sequence[Any], tokens: Sequence[bytes | None]) -> bool:
     """
     proven = True
     for reply, token in zip(replies, tokens, strict=False):
-        if token is None:
+        if token is None or (type(reply) is list and len(reply) > 1 and reply[1] == token):
             continue
-        if isinstance(reply, ResponseError):
-            proven = False
-        elif not isinstance(reply, list) or len(reply) < 2 or reply[1] != token:
+        if not isinstance(reply, ResponseError):
             raise OutOfStep("the connection held a reply to another call")
+        proven = False
     return proven
 
 

@@ -1,0 +1,384 @@
+"""One call to Redis: it ends in time with any client, and no reply is taken for another's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+import redis.asyncio.sentinel
+import redis.sentinel
+
+from idemredis import AsyncLedger, Ledger, LedgerUnavailable, Policy, Replay, Reservation, StoredResponse
+from tests.support.clusters import Cluster
+from tests.support.proxy import Proxy
+from tests.support.servers import Server, free_port
+from tests.support.subject import Mode
+from tests.support.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+ROW = ("acct_1", "key-1")
+
+DEADLINE = 1.0
+"""Seconds for one call, as by default; a call that got no reply is made once more."""
+
+BOUND = 5.0
+"""Three seconds are promised; a busy machine may pause for two."""
+
+
+# Interrupted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["signals", "gevent", "asyncio"])
+def test_no_call_gets_the_reply_of_another_whatever_interrupts_it_and_whoever_shares_the_client(
+    valkey_server: Server, how: str
+) -> None:
+    words = [sys.executable, "-m", "tests.support.interrupted", how, valkey_server.url, "5"]
+    ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+    counts = json.loads(ran.stdout)
+    assert counts["answered"] > 100
+    assert counts["interrupted"] > 100
+    assert "wrong" not in counts, ran.stderr
+
+
+def test_a_reply_that_somebody_left_on_a_connection_is_not_taken_and_the_call_is_made_again(
+    valkey_server: Server, namespace: str
+) -> None:
+    """A late one: it is not there yet when the connection is taken from the pool."""
+    with Proxy(valkey_server.port, b"") as proxy, redis.Redis(port=proxy.port) as client:
+        ledger = Ledger(client, namespace=namespace)
+        r = ledger.claim(*ROW, "f")
+        assert isinstance(r, Reservation)
+        for words in (("GET", "nothing"), ("HGET", "not-a-hash", "x"), ("EVAL", "return {'replay', 'x', '200'}", 0)):
+            client.set("not-a-hash", "x", px=60_000)
+            pool: Any = client.connection_pool
+            connection = pool.get_connection()
+            proxy.hold()
+            connection.send_command(*words)
+            pool.release(connection)
+            held = threading.Timer(0.1, proxy.hold, [False])
+            held.start()
+            row = ledger.read(*ROW)
+            held.join()
+            assert row is not None
+            assert row.owner == r.owner
+        assert client.get("not-a-hash") == b"x"  # what is left in the pool is in step
+
+
+def test_an_error_reply_is_believed_only_if_it_is_this_calls_own(valkey_server: Server, namespace: str) -> None:
+    with valkey_server.client() as client:
+        client.set(Ledger(client, namespace=namespace).claim("acct_1", "other", "f").row, "x", px=60_000)  # type: ignore[union-attr]
+        ledger = Ledger(client, namespace=namespace)
+        with pytest.raises(Exception, match="corrupt"):
+            ledger.claim("acct_1", "other", "f")
+        assert client.ping()
+
+
+# Deadlines
+
+
+class Trouble:
+    """A port at which nothing is right."""
+
+    def __init__(self, *, drip: bool = False, greeting: bytes = b"") -> None:
+        self._drip = drip
+        self._greeting = greeting
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self._over = threading.Event()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=self._serve, args=(self._listener.accept()[0],), daemon=True).start()
+
+    def _serve(self, near: socket.socket) -> None:
+        with near, suppress(OSError):
+            near.sendall(self._greeting)
+            while not self._over.is_set():
+                if not self._drip:
+                    self._over.wait(0.2)
+                    continue
+                near.recv(65536)
+                for byte in b"*3\r\n$5\r\nhello\r\n$5\r\nhello\r\n$5\r\nhello\r\n":
+                    near.sendall(bytes([byte]))
+                    if self._over.wait(0.3):
+                        return
+
+    def close(self) -> None:
+        self._over.set()
+        self._listener.close()
+
+
+@contextmanager
+def half_open(server: Server) -> Iterator[int]:
+    """It takes connections and never says a word."""
+    trouble = Trouble()
+    yield trouble.port
+    trouble.close()
+
+
+@contextmanager
+def slow(server: Server) -> Iterator[int]:
+    """It replies a byte at a time."""
+    trouble = Trouble(drip=True)
+    yield trouble.port
+    trouble.close()
+
+
+TROUBLES = [half_open, slow]
+
+
+def plain(mode: Mode, port: int) -> Any:
+    """With redis-py's own defaults, or as unbounded as it can be made."""
+    made = redis.Redis if mode == "sync" else redis.asyncio.Redis
+    return made(port=port, socket_timeout=None)
+
+
+def blocking(mode: Mode, port: int) -> Any:
+    if mode == "sync":
+        made: Any = redis.BlockingConnectionPool
+        return redis.Redis.from_pool(made(port=port, timeout=60, socket_timeout=None))
+    return redis.asyncio.Redis.from_pool(redis.asyncio.BlockingConnectionPool(port=port, timeout=60))
+
+
+def resp2(mode: Mode, port: int) -> Any:
+    made = redis.Redis if mode == "sync" else redis.asyncio.Redis
+    return made(port=port, protocol=2, decode_responses=True)
+
+
+CLIENTS: list[Callable[[Mode, int], Any]] = [plain, blocking, resp2]
+
+
+class Caller:
+    """A ledger of either kind on a client, called without `await`."""
+
+    def __init__(self, client: Any, namespace: str, **options: Any) -> None:
+        self._runner = asyncio.Runner() if type(client).__module__.startswith("redis.asyncio") else None
+        kind: Any = Ledger if self._runner is None else AsyncLedger
+        self.client = client
+        self.ledger = kind(client, namespace=namespace, **{"socket_timeout": DEADLINE, **options})
+
+    def claim(self, key: str = ROW[1]) -> Any:
+        return self._run(self.ledger.claim(ROW[0], key, "f"))
+
+    def complete(self, r: Any, response: StoredResponse) -> None:
+        self._run(self.ledger.complete(r, response))
+
+    def close(self) -> None:
+        self._run(self.ledger.close())
+        self._run(self.client.close() if self._runner is None else self.client.aclose())
+        if self._runner is not None:
+            self._runner.close()
+
+    def _run(self, value: Any) -> Any:
+        return value if self._runner is None else self._runner.run(value)
+
+
+@contextmanager
+def calling(client: Any, namespace: str, **options: Any) -> Iterator[Caller]:
+    caller = Caller(client, namespace, **options)
+    yield caller
+    caller.close()
+
+
+def given_up(caller: Caller, key: str = "key-2") -> LedgerUnavailable:
+    began = time.monotonic()
+    with pytest.raises(LedgerUnavailable) as unavailable:
+        caller.claim(key)
+    assert time.monotonic() - began < BOUND
+    return unavailable.value
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("make", CLIENTS, ids=lambda each: each.__name__)
+def test_a_call_ends_in_time_with_any_client(
+    mode: Mode, valkey_server: Server, namespace: str, make: Any, trouble: Any
+) -> None:
+    with trouble(valkey_server) as port, calling(make(mode, port), namespace) as caller:
+        assert given_up(caller).reason == "timeout"
+        assert given_up(caller).reason == "timeout"  # and again, on what the first left behind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", CLIENTS, ids=lambda each: each.__name__)
+def test_a_server_that_hangs_in_the_middle_and_comes_back_is_used_again(
+    mode: Mode, valkey_server: Server, namespace: str, make: Any
+) -> None:
+    with Proxy(valkey_server.port, b"") as proxy, calling(make(mode, proxy.port), namespace) as caller:
+        caller.claim()
+        proxy.hold()
+        assert given_up(caller).reason == "timeout"
+        proxy.hold(False)
+        wait_until(lambda: serves(caller))
+
+
+def serves(caller: Caller) -> bool:
+    with suppress(LedgerUnavailable):
+        return bool(caller.claim("key-3"))
+    return False
+
+
+@pytest.mark.slow
+def test_many_calls_at_once_to_a_server_that_hangs_all_end_in_time(valkey_server: Server, namespace: str) -> None:
+    with Proxy(valkey_server.port, b"") as proxy, calling(plain("sync", proxy.port), namespace) as caller:
+        caller.claim()
+        proxy.hold()
+        took = []
+
+        def call(number: int) -> None:
+            began = time.monotonic()
+            with suppress(LedgerUnavailable):
+                caller.ledger.claim("acct_1", f"many-{number}", "f")
+            took.append(time.monotonic() - began)
+
+        threads = [threading.Thread(target=call, args=(number,)) for number in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        proxy.hold(False)
+    assert len(took) == 12
+    assert max(took) < BOUND
+
+
+@pytest.mark.slow
+def test_a_shorter_timeout_of_the_clients_own_is_obeyed(mode: Mode, valkey_server: Server, namespace: str) -> None:
+    made = redis.Redis if mode == "sync" else redis.asyncio.Redis
+    with Proxy(valkey_server.port, b"") as proxy:
+        client: Any = made(port=proxy.port, socket_timeout=0.2)
+        with calling(client, namespace, socket_timeout=60.0) as caller:
+            caller.claim()
+            proxy.hold()
+            given_up(caller)
+            proxy.hold(False)
+
+
+@pytest.mark.slow
+def test_sentinels_that_hang_are_given_up(mode: Mode, valkey_server: Server, namespace: str) -> None:
+    made: Any = redis.sentinel.Sentinel if mode == "sync" else redis.asyncio.sentinel.Sentinel
+    with half_open(valkey_server) as port:
+        client = made([("127.0.0.1", port)]).master_for("ledger")
+        with calling(client, namespace) as caller:
+            assert given_up(caller).reason == "timeout"
+            given_up(caller)
+
+
+@pytest.mark.slow
+def test_a_node_of_a_cluster_that_hangs_is_given_up(mode: Mode, cluster: Cluster, namespace: str) -> None:
+    client = cluster.client() if mode == "sync" else cluster.async_client()
+    with calling(client, namespace) as caller:
+        keys = [f"key-{number}" for number in range(20)]
+        wait_until(lambda: all(serves_key(caller, key) for key in keys))
+        cluster.nodes[2].freeze()
+        try:
+            began = time.monotonic()
+            refused = 0
+            for key in keys:
+                try:
+                    caller.claim(key)
+                except LedgerUnavailable:
+                    refused += 1
+                    assert time.monotonic() - began < BOUND
+                    break
+                began = time.monotonic()
+        finally:
+            cluster.nodes[2].thaw()
+        assert refused
+        wait_until(lambda: all(serves_key(caller, key) for key in keys))
+
+
+def serves_key(caller: Caller, key: str) -> bool:
+    with suppress(LedgerUnavailable):
+        return bool(caller.claim(key))
+    return False
+
+
+# A full pool
+
+
+@pytest.mark.parametrize("kind", ["pool", "blocking"])
+def test_a_full_pool_is_waited_for(valkey_server: Server, namespace: str, kind: str) -> None:
+    made: Any = redis.ConnectionPool if kind == "pool" else redis.BlockingConnectionPool
+    pool = made(port=valkey_server.port, max_connections=1)
+    with calling(redis.Redis.from_pool(pool), namespace, socket_timeout=20.0) as caller:
+        taken = pool.get_connection()
+        threading.Timer(0.2, pool.release, [taken]).start()
+        assert isinstance(caller.claim(), Reservation)
+
+
+@pytest.mark.parametrize("kind", ["pool", "blocking"])
+def test_a_pool_that_stays_full_is_busy_here_and_nothing_ran(
+    mode: Mode, valkey_server: Server, namespace: str, kind: str
+) -> None:
+    where = redis if mode == "sync" else redis.asyncio
+    made: Any = where.ConnectionPool if kind == "pool" else where.BlockingConnectionPool
+    pool = made(port=valkey_server.port, max_connections=1)
+    with calling(where.Redis.from_pool(pool), namespace) as caller:
+        taken = pool.get_connection() if mode == "sync" else pool.get_available_connection()
+        busy = given_up(caller)
+        assert (busy.reason, busy.unknown) == ("busy_pool", False)
+        assert "all 1 connections of the client's pool are busy" in str(busy)
+        assert str(busy).endswith("it did not run")
+        caller._run(pool.release(taken))
+        assert isinstance(caller.claim(), Reservation)
+
+
+# What the client was made with
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"protocol": 2},
+        {"protocol": 3},
+        {"decode_responses": True},
+        {"protocol": 3, "decode_responses": True},
+        {"health_check_interval": 1},
+        {"client_name": "shop"},
+        {"db": 3},
+        {"single_connection_client": True},
+    ],
+    ids=str,
+)
+def test_a_ledger_works_with_whatever_the_client_was_made_with(
+    mode: Mode, real_server: Server, namespace: str, options: dict[str, Any]
+) -> None:
+    client = real_server.client(**options) if mode == "sync" else real_server.async_client(**options)
+    stored = StoredResponse(201, (("content-type", "text/plain"),), b"\xff\x00done")
+    with calling(client, namespace, socket_timeout=20.0, policy=Policy(heartbeat=False)) as caller:
+        r = caller.claim()
+        caller.complete(r, stored)
+        assert caller.claim() == Replay(stored, 1, False)
+        if "client_name" in options:
+            with real_server.client() as admin:
+                assert "shop" in {each["name"] for each in admin.client_list()}
+
+
+def test_why_a_call_failed_is_said_without_a_secret(valkey_server: Server, namespace: str) -> None:
+    trouble = Trouble(greeting=b"-ERR no TLS here\r\n")
+    made = {
+        "connection": redis.Redis(port=free_port()),
+        "credentials": redis.Redis(port=valkey_server.port, username="nobody", password="pw-secret"),
+        "tls": redis.Redis(port=trouble.port, ssl=True),
+    }
+    for reason, client in made.items():
+        with calling(client, namespace, socket_timeout=20.0) as caller:
+            refused = given_up(caller)
+            assert (refused.reason, refused.unknown) == (reason, False)
+            assert "pw-secret" not in str(refused)
+    trouble.close()
