@@ -168,9 +168,15 @@ class Idempotency:
         elif settings.url is None:
             raise ConfigurationError(f"{PREFIX}URL is not set; set it to a redis:// URL, or memory:// for a first try")
         else:
-            make = functools.partial(Ledger.from_url, settings.url, socket_timeout=settings.socket_timeout)
+            make = functools.partial(Ledger.from_url, settings.url)
         try:
-            return make(settings.policy, settings.namespace, self._observers, log_keys=settings.log_keys)
+            return make(
+                settings.policy,
+                settings.namespace,
+                self._observers,
+                socket_timeout=settings.socket_timeout,
+                log_keys=settings.log_keys,
+            )
         except ConfigurationError as error:
             raise in_settings(error) from None
 

@@ -158,41 +158,10 @@ def server_findings(server: Server, policy: Policy, row_bytes: float | None) -> 
     return findings
 
 
-def client_findings(options: Mapping[str, Any], policy: Policy) -> list[Finding]:
-    """Return the findings about the ledger's client, from its connection options."""
-    timeout, connect = options.get("socket_timeout"), options.get("socket_connect_timeout")
-    retry: Any = options.get("retry")
-    retries = retry.get_retries() if retry is not None else 0
-    if timeout is None:
-        return [
-            Finding(
-                "client",
-                "problem",
-                "the client has no socket_timeout: a server that hangs blocks every request",
-                "make the client with socket_timeout=1, or with Ledger.from_url",
-            )
-        ]
-    longest = timeout * (retries + 1)
-    reason = f"a reply is awaited for {timeout:g} s, with up to {retries} retries"
-    if longest > 5:
-        return [
-            Finding(
-                "client",
-                "warning",
-                f"{reason}: a server that hangs can block a request for about {longest:.0f} s",
-                "make the client with socket_timeout=1 and Retry(…, 2), or with Ledger.from_url",
-            )
-        ]
-    if connect is None and "socket_connect_timeout" in options:
-        return [
-            Finding(
-                "client",
-                "warning",
-                "the client has no socket_connect_timeout: a server that hangs blocks every new connection",
-                "make the client with socket_connect_timeout=1",
-            )
-        ]
-    if policy.lease < 3 * longest:
+def client_findings(seconds: float, policy: Policy) -> list[Finding]:
+    """Return the findings about the ledger's own limits: a call may take so many seconds, and is made at most twice."""
+    reason = f"a call ends within {seconds:g} s, whatever the client's own timeouts are, and is made once more"
+    if policy.lease < 6 * seconds:
         return [
             Finding(
                 "client",

@@ -200,7 +200,7 @@ def _examine(
         own = server_findings(server, policy, row_bytes)
         findings += [replace(finding, node=server.address) for finding in own] if several else own
     findings += yield from _topology(client, servers)
-    findings += client_findings(client.get_connection_kwargs(), policy)
+    findings += client_findings(servers[0][0].timeout, policy)
     if scratch:
         findings += yield from _try_scripts(wire(client, seconds), namespace)
     else:

@@ -284,17 +284,10 @@ def test_a_server_that_is_away_or_hangs_is_unreachable(tmp_path: Path, namespace
 
 
 @pytest.mark.parametrize(
-    ("options", "verdict"),
-    [
-        ({"socket_timeout": 1.0, "retry": Retry(NoBackoff(), 2)}, "ok"),
-        ({"socket_timeout": None}, "problem"),
-        ({}, "problem"),
-        ({"socket_timeout": 5.0, "retry": Retry(NoBackoff(), 10)}, "warning"),
-        ({"socket_timeout": 1.0, "socket_connect_timeout": None}, "warning"),
-    ],
+    ("seconds", "lease", "verdict"), [(1.0, 30.0, "ok"), (1.0, 5.0, "warning"), (6.0, 30.0, "warning")]
 )
-def test_a_clients_timeouts_and_retries_are_judged(options: dict[str, Any], verdict: str) -> None:
-    assert [finding.verdict for finding in client_findings(options, Policy())] == [verdict]
+def test_a_deadline_must_leave_time_for_three_renewals(seconds: float, lease: float, verdict: str) -> None:
+    assert [finding.verdict for finding in client_findings(seconds, Policy(lease=lease))] == [verdict]
 
 
 @pytest.mark.parametrize(
