@@ -39,6 +39,7 @@ _BEGIN = frozenset[EventName]({"claimed", "taken_over"})
 _END = frozenset[EventName]({"completed", "failed", "released", "fenced", "held_for_review", "completion_lost"})
 _CLAIM = frozenset[EventName]({"claimed", "taken_over", "replayed", "in_progress", "reused"})
 _COMPLETION = frozenset[EventName]({"completed", "failed", "released", "fenced", "completion_lost"})
+_FAILED = frozenset({"LedgerUnavailable", "NotDurable", "CorruptRow"})
 _BAD = frozenset[EventName]({"fenced", "completion_lost", "unavailable"})
 
 
@@ -66,6 +67,8 @@ class Telemetry:
             raise ConfigurationError("Telemetry needs OpenTelemetry's API; run pip install 'idemredis[otel]'") from None
         self._observation = metrics.Observation
         self._error = trace.Status(trace.StatusCode.ERROR)
+        self._client = trace.SpanKind.CLIENT
+        self._current_span = trace.get_current_span
         self._tracer = trace.get_tracer("idemredis", tracer_provider=traces)
         meter = metrics.get_meter("idemredis", meter_provider=meters)
         self._outcomes = meter.create_counter("idempotency.outcomes", description="Events of protected operations")
@@ -96,6 +99,14 @@ class Telemetry:
     def timed(self, script: str, seconds: float, outcome: str) -> None:
         """Record the duration of one script call; a ledger calls this method of every observer that has it."""
         self._calls.record(seconds, {"script": script, "outcome": outcome})
+        if self._current_span().is_recording():  # a heartbeat in the background would be a trace of its own
+            now = time.time_ns()
+            began = now - round(seconds * 1e9)
+            about = {"db.system.name": "redis", "db.operation.name": script, "idempotency.outcome": outcome}
+            span = self._tracer.start_span(f"redis {script}", start_time=began, kind=self._client, attributes=about)
+            if outcome in _FAILED:
+                span.set_status(self._error)
+            span.end(now)
 
     def _hold(self, event: Event) -> None:
         attempt = (event.digest, event.generation)

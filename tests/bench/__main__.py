@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -15,11 +16,12 @@ from pathlib import Path
 
 from tests.support.servers import Server, start
 
-from . import calls, counting, peers, process, rows, serving
+from . import calls, counting, instructions, peers, process, rows, serving
 from .turns import Figure
 
 SECTIONS: Mapping[str, tuple[Callable[[Server], Iterable[Figure]], ...]] = {
     "python": (calls.own_python,),
+    "instructions": (instructions.instructions,),
     "counts": (counting.requests, counting.event),
     "calls": (calls.ledger, calls.extension, calls.async_ledger),
     "http": (serving.gunicorn,),
@@ -62,6 +64,7 @@ def main() -> int:
         "system": platform.platform(),
         "cores": os.cpu_count(),
         "server": options.server,
+        "redis-py": importlib.metadata.version("redis"),
         "hiredis": importlib.util.find_spec("hiredis") is not None,
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
