@@ -40,22 +40,10 @@ def instructions(server: Server) -> Iterable[Figure]:
 
 
 def _count(kind: str, count: int, url: str) -> int:
-    words = [
-        "valgrind",
-        "--tool=callgrind",
-        "--callgrind-out-file=/dev/null",
-        sys.executable,
-        "-m",
-        "tests.bench.counted",
-    ]
+    tool = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"]
+    words = [*tool, sys.executable, "-m", "tests.bench.counted", kind, str(count), url]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    ran = subprocess.run(
-        [*words, "tests.bench.counted", kind, str(count), url],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    ran = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     found = re.search(r"Collected : (\d+)", ran.stderr)
     if ran.returncode or found is None:
         raise RuntimeError(f"valgrind: {ran.stderr[-2000:]}")
