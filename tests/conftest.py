@@ -34,7 +34,13 @@ SLOW_FOLDERS = {"bench", "demo", "faults", "packaging", "shop"}
 SLOW_SERVERS = {"redis", "cluster"}
 SLOW_FIXTURES = {"gunicorn", "pair", "served_by", "started_cluster"}
 
-STARTED_ONCE = ("tests/packaging/", "tests/shop/", "tests/flask/test_real_servers.py")
+STARTED_ONCE = (
+    "tests/packaging/",
+    "tests/shop/",
+    "tests/faults/test_clock_jumps.py",
+    "tests/flask/test_real_servers.py",
+    "tests/store/test_outages.py",
+)
 """What starts something that takes seconds, once for all of its tests: one process runs them all."""
 
 
