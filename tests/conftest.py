@@ -34,7 +34,13 @@ SLOW_FOLDERS = {"bench", "demo", "faults", "packaging", "shop"}
 SLOW_SERVERS = {"redis", "cluster"}
 SLOW_FIXTURES = {"gunicorn", "pair", "served_by", "started_cluster"}
 
-STARTED_ONCE = ("tests/packaging/", "tests/shop/", "tests/flask/test_real_servers.py")
+STARTED_ONCE = (
+    "tests/packaging/",
+    "tests/shop/",
+    "tests/faults/test_clock_jumps.py",
+    "tests/flask/test_real_servers.py",
+    "tests/store/test_outages.py",
+)
 """What starts something that takes seconds, once for all of its tests: one process runs them all."""
 
 
@@ -89,14 +95,7 @@ def all_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 def every_key_left_expires(all_servers: Servers) -> Iterator[Servers]:
     all_servers.used.clear()
     yield all_servers
-    for server in all_servers.used:
-        with server.client() as client:
-            if server.kind != "fakeredis":
-                assert "cmdstat_time" not in client.info("commandstats"), f"TIME was called on {server.kind}"
-            keys = client.keys()
-            lasting = [key for key in keys if client.pttl(key) == -1]
-            client.flushall()
-            assert not lasting, f"keys that never expire, on {server.kind}: {lasting}"
+    all_servers.look_over()
 
 
 @pytest.fixture(params=["fakeredis", "valkey", "redis"])

@@ -35,6 +35,7 @@ from client import (
 from flask import Flask, request
 from werkzeug.serving import make_server
 
+from idemredis import Ledger
 from idemredis.flask import Idempotency, current_reservation
 from idemredis.web.contract import REFUSALS
 from tests.support.proxy import Proxy
@@ -52,8 +53,8 @@ class Service:
         self.go_on = threading.Event()
         self.go_on.set()
         app = Flask("service")
-        app.config.update(IDEMREDIS_URL=self.redis.url, IDEMREDIS_NAMESPACE=namespace)
-        idempotency = Idempotency(app, principal="acme")
+        self._ledger = Ledger.from_url(self.redis.url, namespace=namespace)
+        idempotency = Idempotency(app, principal="acme", ledger=self._ledger)
 
         @app.before_request
         def note() -> None:
@@ -79,6 +80,7 @@ class Service:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+        self._ledger.close()
         self.redis.close()
 
 

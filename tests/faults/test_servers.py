@@ -64,13 +64,15 @@ def killed(server: Server) -> Iterator[None]:
         server.start()
 
 
+BALLAST = "for i = 1, 1000 do redis.call('SET', ARGV[1] .. i, 'x', 'PX', 600000) end"
+
+
 @contextmanager
 def loading(server: Server) -> Iterator[None]:
-    """It was killed, and reads a log of many thousand commands, slowly."""
-    with server.client() as client, client.pipeline(transaction=False) as pipeline:
-        for i in range(50_000):
-            pipeline.set(f"ballast:{i}", "x", px=600_000)
-        pipeline.execute()
+    """It was killed, and reads a log of many thousand commands, slowly, until the block ends."""
+    with server.client() as client:
+        for i in range(50):
+            client.eval(BALLAST, 0, f"ballast:{i}:")
     server.kill()
     loaded = threading.Event()
 
@@ -85,6 +87,8 @@ def loading(server: Server) -> Iterator[None]:
         wait_until(lambda: is_loading(server))
         yield
     finally:
+        with server.client() as client:
+            client.execute_command("CONFIG", "SET", "key-load-delay", 0)
         assert loaded.wait(60.0)
 
 

@@ -62,6 +62,7 @@ def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(runner, "IDLE", 0.05)
 
 
+@pytest.mark.slow
 def test_a_kept_reservation_is_not_taken_over_while_it_lasts(
     make_subject: MakeSubject, mode: Mode, server: AnyServer
 ) -> None:
@@ -204,6 +205,7 @@ def renewed(subject: Subject, r: Reservation, end: int) -> bool:
     return expiry(subject, r) > end
 
 
+@pytest.mark.slow
 def test_one_thread_or_task_keeps_all_reservations(
     make_subject: MakeSubject, mode: Mode, valkey_server: Server
 ) -> None:
@@ -258,6 +260,7 @@ def test_a_beat_that_is_due_before_the_others_does_not_wait_for_them(
     assert short.held
 
 
+@pytest.mark.slow
 def test_no_lease_is_renewed_when_the_ledger_is_closed_or_after_that(
     make_subject: MakeSubject, mode: Mode, valkey_server: Server
 ) -> None:

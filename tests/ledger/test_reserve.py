@@ -297,6 +297,7 @@ def test_an_unknown_on_error_is_refused_before_anything_is_written(worker: Worke
     assert worker.fields("k") == {}
 
 
+@pytest.mark.slow
 def test_a_block_keeps_its_lease_for_as_long_as_it_runs(make_worker: MakeWorker, mode: Mode, server: AnyServer) -> None:
     """Until it was renewed twice, here; `test_long_work` has blocks of several leases."""
     worker = make_worker(mode, server, policy=Policy(lease=LEASE))

@@ -28,9 +28,12 @@ LEASE = Policy().lease
 ANSWER = StoredResponse(201, (("content-type", "application/octet-stream"),), b"\xff\x00\xfe")
 
 
+PATIENT = {"socket_timeout": 5.0}  # what is lost closes its connection: only a busy machine is waited for
+
+
 def no_retries(mode: Mode) -> dict[str, Any]:
     retry = Retry(NoBackoff(), 0) if mode == "sync" else redis.asyncio.retry.Retry(NoBackoff(), 0)
-    return {"retry": retry, "socket_timeout": 5.0}
+    return {"retry": retry}
 
 
 @dataclass
@@ -66,9 +69,9 @@ def wired(make_subject: MakeSubject, mode: Mode, real_server: Server) -> Iterato
         events: list[Event] = []
         rest: dict[str, Any] = {"observers": [events.append]}
         if ours:
-            far = make_subject(mode, real_server, url=proxy.url, **rest, **options)
+            far = make_subject(mode, real_server, url=proxy.url, **rest, **PATIENT | options)
         else:
-            far = make_subject(mode, real_server, port=proxy.port, **rest, **no_retries(mode) | options)
+            far = make_subject(mode, real_server, port=proxy.port, **rest, **no_retries(mode) | PATIENT | options)
         if not cold:
             far.read(*ROW)
         return Wire(far, make_subject(mode, real_server), proxy, events)

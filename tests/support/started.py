@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ class Servers:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._started: dict[str, Server | Memory] = {}
+        self._clients: dict[AnyServer, Any] = {}
         self.used: list[AnyServer] = []
 
     def get(self, kind: str) -> AnyServer:
@@ -40,6 +42,21 @@ class Servers:
         if server not in self.used:
             self.used.append(server)
 
+    def look_over(self) -> None:
+        """Empty every server that the test used, and see that all it left there would have expired."""
+        for server in self.used:
+            if server not in self._clients:
+                self._clients[server] = server.client()  # to make one takes longer than the look
+            client = self._clients[server]
+            if server.kind != "fakeredis":
+                assert "cmdstat_time" not in client.info("commandstats"), f"TIME was called on {server.kind}"
+            keys = client.keys()
+            lasting = [key for key in keys if client.pttl(key) == -1]
+            client.flushall()
+            assert not lasting, f"keys that never expire, on {server.kind}: {lasting}"
+
     def stop(self) -> None:
+        for client in self._clients.values():
+            client.close()
         for server in self._started.values():
             server.stop()
