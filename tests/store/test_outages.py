@@ -9,11 +9,9 @@ import pytest
 
 from idemredis import LedgerUnavailable, StoredResponse
 from tests.support.outages import OUTAGES, Outage
-from tests.support.proxy import Proxy
 from tests.support.servers import Server, free_port, start, valkey
 from tests.support.started import Servers
 from tests.support.subject import MakeSubject, Mode
-from tests.support.waiting import wait_until
 
 ROW = ("acct_1", "key-1")
 ANSWER = StoredResponse(201)
@@ -63,23 +61,6 @@ def test_a_cluster_node_without_slots_is_unavailable(make_subject: MakeSubject, 
             subject.claim(*ROW, "f")
         assert not unavailable.value.unknown
         subject.close()
-
-
-def test_a_pool_without_a_free_connection_is_unavailable(
-    make_subject: MakeSubject, mode: Mode, valkey_server: Server
-) -> None:
-    with Proxy(valkey_server.port) as proxy:
-        subject = make_subject(mode, valkey_server, port=proxy.port, max_connections=1, socket_timeout=10.0)
-        subject.claimed("acct_1", "warm", "f")
-        proxy.hold()
-        waiting = subject.begin("claim", "acct_1", "held", "f")
-        wait_until(lambda: subject.fields(subject.row("acct_1", "held")))
-        with pytest.raises(LedgerUnavailable, match="onnection") as unavailable:
-            subject.claim(*ROW, "f")
-        assert not unavailable.value.unknown
-        proxy.hold(False)
-        waiting.result(5.0)
-    assert subject.fields(subject.row(*ROW)) == {}
 
 
 def test_nobody_listens(make_subject: MakeSubject, mode: Mode, valkey_server: Server) -> None:

@@ -61,7 +61,7 @@ def stalled(url: str, namespace: str, lease: str, heartbeat: str, how: str) -> N
 
 def many(url: str, namespace: str, ran: str) -> None:
     """On the next line of stdin, make 20 calls of one `once` function at the same time; half of them wait."""
-    ledger = Ledger.from_url(url, namespace=namespace)
+    ledger = Ledger.from_url(url, namespace=namespace, socket_timeout=20.0)  # eight processes on a busy machine
 
     def work(order: int) -> object:
         with Path(ran).open("a") as file:
