@@ -20,7 +20,7 @@ __all__ = ["OUTAGES", "Outage"]
 
 @contextmanager
 def no_password(admin: Any) -> Iterator[None]:
-    """must be called with the client already authenticated"""
+    """Authentication required|must be called with the client already authenticated"""
     admin.config_set("requirepass", "secret")
     try:
         yield
