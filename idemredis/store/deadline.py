@@ -41,6 +41,7 @@ class _Overdue:
         self._pid = os.getpid()
         self._calls: dict[Any, float] = {}
         self._closing = threading.Lock()
+        self._starting = threading.Lock()
         self._wanted = threading.Event()
         self._watching = False
         self._thread: threading.Thread | None = None
@@ -61,11 +62,15 @@ class _Overdue:
             return False
 
     def _watch(self) -> None:
-        self._watching = True
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name="idemredis deadlines", daemon=True)
-            with suppress(RuntimeError):  # too many threads, or the process is ending: the client's own timeouts hold
-                self._thread.start()
+        with self._starting:
+            if self._thread is None or not self._thread.is_alive():
+                thread = threading.Thread(target=self._run, name="idemredis deadlines", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # too many threads, or the process is ending: the client's own timeouts hold
+                    return
+                self._thread = thread
+            self._watching = True
         self._wanted.set()
 
     def _run(self) -> None:
