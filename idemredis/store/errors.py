@@ -112,7 +112,7 @@ def is_denied(error: BaseException) -> bool:
 
 
 def is_refusal(error: BaseException | None) -> bool:
-    """Whether the server answered, and refused."""
+    """Whether the server replied, and refused."""
     return isinstance(error, ResponseError) and not is_wrong_password(error)
 
 

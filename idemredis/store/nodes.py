@@ -41,7 +41,7 @@ def connect(url: str, socket_timeout: float = clients.SOCKET_TIMEOUT) -> Client:
 
     Raises:
         ConfigurationError: the URL cannot be used.
-        LedgerUnavailable: no server answered there.
+        LedgerUnavailable: no server replied there.
     """
     made = clients.client(url, socket_timeout)
     try:
@@ -77,7 +77,7 @@ def ask(node: Node, *words: str | bytes | int) -> Any:
     """Send one command.
 
     Raises:
-        LedgerUnavailable: the server did not answer, or refused.
+        LedgerUnavailable: the server did not reply, or refused.
         CorruptRow: what it is about is not a hash.
     """
     [reply] = ask_all(node, [words])

@@ -25,6 +25,7 @@ from tests.support.restricting import (
 )
 from tests.support.servers import Server
 from tests.support.subject import MakeSubject, Mode, Subject
+from tests.support.waiting import wait_until
 
 LEASE, RETENTION = Policy().lease, Policy().retention
 ROW = ("acct_1", "key-1")
@@ -179,6 +180,8 @@ def test_without_wait_no_claim_is_durable(make_subject: MakeSubject, mode: Mode,
         for key in ("key-1", "key-2"):
             with pytest.raises(LedgerUnavailable, match="WAIT"):
                 subject.claim("acct_1", key, "f")
+            row = subject.row("acct_1", key)
+            wait_until(lambda row=row: subject.fields(row)[b"owner"] == b"")  # type: ignore[misc]  # and so nobody waits
         subject.close()
 
 

@@ -256,6 +256,35 @@ def test_many_calls_at_once_to_a_server_that_hangs_all_end_in_time(valkey_server
     assert max(took) < BOUND
 
 
+IN_GEVENT = """
+from gevent import monkey
+monkey.patch_all()
+import sys, time, gevent, redis
+from idemredis import Ledger, LedgerUnavailable
+ledger = Ledger(redis.Redis(port=int(sys.argv[1]), socket_timeout=None))
+def call(number):
+    began = time.monotonic()
+    try:
+        ledger.claim("acct_1", f"key-{number}", "f")
+    except LedgerUnavailable as error:
+        return error.reason, time.monotonic() - began
+calls = [gevent.spawn(call, number) for number in range(5)]
+gevent.joinall(calls, raise_error=True)
+assert {each.value[0] for each in calls} == {"timeout"}, [each.value for each in calls]
+print(max(each.value[1] for each in calls))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda each: each.__name__)
+def test_greenlets_are_not_held_up_either(valkey_server: Server, trouble: Any) -> None:
+    with trouble(valkey_server) as port:
+        words = [sys.executable, "-c", IN_GEVENT, str(port)]
+        ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    assert float(ran.stdout) < BOUND
+
+
 @pytest.mark.slow
 def test_a_shorter_timeout_of_the_clients_own_is_obeyed(mode: Mode, valkey_server: Server, namespace: str) -> None:
     made = redis.Redis if mode == "sync" else redis.asyncio.Redis
