@@ -249,7 +249,7 @@ def _retry_once(call: Call[T]) -> Flow[T]:
         outcome = yield call
         return outcome
     except LedgerUnavailable as error:
-        error.unknown = True  # the first call may have run, even if the second one did not
+        error.after_lost_reply()
         raise
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import pickle
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,7 +23,6 @@ from idemredis import (
     KeyReused,
     Ledger,
     NoReservation,
-    NotDurable,
     Policy,
     PreviousAttemptFailed,
     Reservation,
@@ -642,18 +640,3 @@ def test_a_value_that_redis_is_not_there_for_is_the_callers_all_the_same(
         worker.do("close")
         assert once() == "done"
         assert worker.row("k").generation == 1
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyInProgress(1.5),
-        KeyReused(),
-        AlreadyCompleted(StoredResponse(200, (), b"1")),
-        PreviousAttemptFailed(StoredResponse(500, (), b"x")),
-        NotDurable("too few", acknowledged=0, required=1),
-    ],
-)
-def test_what_a_duplicate_gets_can_be_sent_to_another_process(error: Exception) -> None:
-    sent = pickle.loads(pickle.dumps(error))
-    assert (type(sent), str(sent), vars(sent)) == (type(error), str(error), vars(error))
