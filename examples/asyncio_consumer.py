@@ -23,7 +23,7 @@ from embedded import valkey
 from gateway import SLOW, Gateway
 from proof import prove, script, wait_for
 
-from idemredis import AlreadyCompleted, AsyncLedger, KeyInProgress, Ledger, fingerprint_value
+from idemredis import AlreadyCompleted, AsyncLedger, FencedOut, KeyInProgress, Ledger, fingerprint_value
 
 REDIS = os.environ.get("SHOP_REDIS", "redis://127.0.0.1:6379/0")
 GATEWAY = os.environ.get("SHOP_GATEWAY", "gateway.sqlite3")
@@ -49,8 +49,8 @@ async def consume(name: str) -> None:
                     r.result = await asyncio.to_thread(gateway.charge, order["card"], int(order["amount"]), key)
             except AlreadyCompleted:
                 pass  # only the acknowledgement was lost
-            except KeyInProgress:
-                continue  # another consumer is working on it; if it dies, the message is delivered again
+            except (KeyInProgress, FencedOut):
+                continue  # another consumer has it; if that one dies, the message is delivered again
             await client.xack(STREAM, GROUP, message)
 
 

@@ -27,6 +27,7 @@ from proof import prove, serving, wait_for
 
 from idemredis import (
     AlreadyCompleted,
+    FencedOut,
     InvalidKey,
     KeyInProgress,
     KeyReused,
@@ -61,7 +62,7 @@ def receive(provider: str) -> ResponseReturnValue:
             r.result = gateway.charge(event["data"]["card"], event["data"]["amount"], key)
     except AlreadyCompleted:
         return {"status": "done before"}  # providers only need a 200
-    except (KeyInProgress, LedgerUnavailable):
+    except (KeyInProgress, FencedOut, LedgerUnavailable):
         return {"status": "deliver it again"}, 503, {"Retry-After": "2"}
     except (KeyReused, InvalidKey) as error:
         return {"error": str(error)}, 422

@@ -19,7 +19,8 @@ IdempotencyError
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from .core.response import StoredResponse
@@ -44,10 +45,18 @@ __all__ = [
 
 
 class IdempotencyError(Exception):
-    """Base class of all errors of this package. Errors can be pickled, as worker pools require."""
+    """Base class of all errors of this package.
+
+    Errors keep their class and facts when they are sent to another process, as worker pools and result backends do:
+    by pickle, or as the class's name and `args`, which are plain JSON and the arguments of the class.
+    """
 
     def __reduce__(self) -> tuple[object, ...]:
         return _revive, (type(self), self.args, self.__dict__)
+
+    def __repr__(self) -> str:
+        """Return the class and the message, without a stored response."""
+        return f"{type(self).__name__}({str(self)!r})"
 
 
 class ConfigurationError(IdempotencyError, ValueError):
@@ -78,15 +87,22 @@ class LedgerUnavailable(IdempotencyError):
             of the client's pool are in use, which says nothing about Redis), `replicas`, or "" if unknown.
     """
 
-    def __init__(self, message: str, *, seconds: float = 0.0, unknown: bool = True, reason: str = "") -> None:
-        super().__init__(message)
+    def __init__(self, message: str, seconds: float = 0.0, unknown: bool = True, reason: str = "") -> None:
+        super().__init__(message, seconds, unknown, reason)
         self.seconds = seconds
         self.unknown = unknown
         self.reason = reason
 
     def __str__(self) -> str:
         verdict = "it is not known whether it ran" if self.unknown else "it did not run"
-        return f"{super().__str__()}; {verdict}"
+        return f"{self.args[0]}; {verdict}"
+
+    def after_lost_reply(self) -> None:
+        """Note that the same call was sent before this one, and that its reply was lost: the script may have run."""
+        if not self.unknown:
+            self.unknown = True
+            message = f"{self.args[0]}; the reply to an earlier try was lost"
+            self.args = (message, self.seconds, True, self.reason)
 
 
 class NotDurable(LedgerUnavailable):
@@ -97,8 +113,9 @@ class NotDurable(LedgerUnavailable):
         required: how many replicas must acknowledge it.
     """
 
-    def __init__(self, message: str, *, acknowledged: int, required: int, seconds: float = 0.0) -> None:
-        super().__init__(message, seconds=seconds, unknown=True, reason="replicas")
+    def __init__(self, message: str, acknowledged: int, required: int, seconds: float = 0.0) -> None:
+        super().__init__(message, seconds, reason="replicas")
+        self.args = (message, acknowledged, required, seconds)
         self.acknowledged = acknowledged
         self.required = required
 
@@ -112,11 +129,12 @@ class CorruptRow(IdempotencyError):
     """
 
     def __init__(self, why: str, ttl: float | None = None) -> None:
-        super().__init__(
-            f"the row is corrupt ({why}); inspect it with redis-cli, and delete it once you know who wrote it"
-        )
+        super().__init__(why, ttl)
         self.why = why
         self.ttl = ttl
+
+    def __str__(self) -> str:
+        return f"the row is corrupt ({self.why}); inspect it with redis-cli, and delete it once you know who wrote it"
 
 
 class FencedOut(IdempotencyError):
@@ -134,42 +152,52 @@ class KeyInProgress(IdempotencyError):
     """
 
     def __init__(self, retry_after: float) -> None:
-        super().__init__(
-            f"another attempt holds this key, and its lease has {retry_after:.3f} s left; retry after that"
-        )
+        super().__init__(retry_after)
         self.retry_after = retry_after
+
+    def __str__(self) -> str:
+        return f"another attempt holds this key, and its lease has {self.retry_after:.3f} s left; retry after that"
 
 
 class KeyReused(IdempotencyError):
     """The key was used before for a different request: the fingerprints differ."""
 
-    def __init__(self) -> None:
-        super().__init__("this key was used before with another fingerprint; use a new key for a new operation")
+    def __str__(self) -> str:
+        return "this key was used before with another fingerprint; use a new key for a new operation"
 
 
-class AlreadyCompleted(IdempotencyError):
+class Finished(IdempotencyError):
+    """An earlier attempt stored a response: the base class of the two errors that carry one."""
+
+    _read: ClassVar[staticmethod[[Mapping[str, Any]], StoredResponse]]  # set by `core.response`
+
+    def __init__(self, response: StoredResponse | Mapping[str, Any]) -> None:
+        """Take the stored response, or what `args` has in its place: a mapping of JSON values."""
+        self.response = self._read(response) if isinstance(response, Mapping) else response
+        super().__init__(self.response.to_plain())
+
+
+class AlreadyCompleted(Finished):
     """An earlier attempt completed the operation.
 
     Attributes:
         response: the stored response.
     """
 
-    def __init__(self, response: StoredResponse) -> None:
-        omitted = f"; its result was not stored ({response.omitted})" if response.omitted else ""
-        super().__init__(f"this operation was completed before{omitted}")
-        self.response = response
+    def __str__(self) -> str:
+        omitted = f"; its result was not stored ({self.response.omitted})" if self.response.omitted else ""
+        return f"this operation was completed before{omitted}"
 
 
-class PreviousAttemptFailed(IdempotencyError):
+class PreviousAttemptFailed(Finished):
     """An earlier attempt of the operation failed for good; it is not run again.
 
     Attributes:
         response: the stored failure.
     """
 
-    def __init__(self, response: StoredResponse) -> None:
-        super().__init__(f"this operation failed before: {response.body[:200].decode('utf-8', 'replace')}")
-        self.response = response
+    def __str__(self) -> str:
+        return f"this operation failed before: {self.response.body[:200].decode('utf-8', 'replace')}"
 
 
 class HoldForReview(IdempotencyError):

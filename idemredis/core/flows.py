@@ -39,6 +39,8 @@ __all__ = [
     "fail",
     "heartbeat",
     "hold",
+    "look_again",
+    "raise_if_fenced",
     "read",
     "release",
     "renew",
@@ -194,6 +196,26 @@ def read(identity: Identity) -> Flow[Row | None]:
     return row
 
 
+def look_again(r: Reservation) -> Flow[Replay | None]:
+    """Return what the attempt that fenced this one has stored for the same request; None if that cannot be told."""
+    try:
+        row: Row | None = yield from _retry_once(operations.read(r.identity))
+    except (LedgerUnavailable, CorruptRow):
+        return None
+    if row is None or row.response is None or row.fingerprint != r.fingerprint:
+        return None
+    return Replay(row.response, row.generation, row.status == "failed")
+
+
+def raise_if_fenced(r: Reservation) -> None:
+    """Raise `FencedOut` if another attempt is known to own the row."""
+    if r.lease.fenced:
+        raise FencedOut(
+            f"generation {r.generation} no longer owns its row, which was taken over, has expired, or is finished; "
+            "nothing was changed, and work done elsewhere may have been done twice"
+        )
+
+
 def heartbeat(r: Reservation, policy: Policy) -> Flow[None]:
     """Renew the lease now and after each third of it, until the attempt ends or has lasted for `max_hold`."""
     began = r.lease.expires_at - r.lease.duration
@@ -228,7 +250,7 @@ def _retry_once(call: Call[T]) -> Flow[T]:
         outcome = yield call
         return outcome
     except LedgerUnavailable as error:
-        error.unknown = True  # the first call may have run, even if the second one did not
+        error.after_lost_reply()
         raise
 
 
@@ -263,10 +285,7 @@ def _extend(r: Reservation, call: Call[Renewed | Fenced]) -> Flow[None]:
 def _raise_if_fenced(r: Reservation, outcome: object) -> Flow[None]:
     if isinstance(outcome, Fenced):
         yield from _mark_fenced(r)
-        raise FencedOut(
-            f"generation {r.generation} no longer owns its row, which was taken over, has expired, or is finished; "
-            "nothing was changed, and work done elsewhere may have been done twice"
-        )
+        raise_if_fenced(r)
 
 
 def _may_have_run(error: BaseException) -> bool:

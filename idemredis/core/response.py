@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
-from ..errors import CorruptRow, InvalidResponse
+from ..errors import CorruptRow, Finished, InvalidResponse
 
 __all__ = [
     "NULL_BODY_STATUSES",
@@ -109,6 +110,18 @@ class StoredResponse:
         """Return the row's fields response_status, response_headers, response_body and response_omitted."""
         return self.status, _write_headers(self.headers), self.body, self.omitted
 
+    def to_plain(self) -> dict[str, Any]:
+        """Return the response as JSON values, with the body in base64."""
+        headers = [list(pair) for pair in self.headers]
+        body = base64.b64encode(self.body).decode()
+        return {"status": self.status, "headers": headers, "body": body, "omitted": self.omitted}
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> StoredResponse:
+        """Return the response that `to_plain` was called on."""
+        headers = tuple((name, value) for name, value in plain["headers"])
+        return cls(plain["status"], headers, base64.b64decode(plain["body"]), plain["omitted"])
+
     @classmethod
     def decode(cls, status: bytes, headers: bytes, body: bytes, omitted: bytes) -> StoredResponse:
         """Read a response from a row's fields.
@@ -121,6 +134,9 @@ class StoredResponse:
             return cls(int(status), _read_headers(headers), body, omitted.decode())  # type: ignore[arg-type]
         except (ValueError, TypeError, RecursionError) as error:
             raise CorruptRow(f"the stored response cannot be read: {error}") from None
+
+
+Finished._read = staticmethod(StoredResponse.from_plain)  # this module imports the errors, so they cannot import it
 
 
 def storable_names(names: Iterable[str]) -> frozenset[str]:

@@ -16,6 +16,7 @@ from ..core.outcomes import Outcome, Replay, Row
 from ..core.reservation import Reservation
 from ..core.response import StoredResponse
 from ..core.settle import Ending, OnError, settle
+from ..errors import FencedOut
 from ..inspection import SAMPLE
 from ..store import clients
 from ..store.clients import Client
@@ -231,9 +232,9 @@ class Ledger(BaseLedger[Client]):
         """Hold the operation for a `with` block: renew its lease during the block and complete the row at its end.
 
         Set `result` (a JSON value) or `response` on the yielded reservation to store it; otherwise `null` is stored. A
-        result that cannot be stored leaves a tombstone. Errors at the completion itself are logged and emitted, never
-        raised, since the work is done. If the process dies inside the block, the row becomes stale when the lease
-        ends, and the next attempt takes it over.
+        result that cannot be stored leaves a tombstone. If Redis cannot be reached at the end of the block, that is
+        logged and emitted, never raised, since the work is done; the completion is retried in the background. If the
+        process dies inside the block, the row becomes stale when the lease ends, and the next attempt takes it over.
 
         Args:
             principal: whose key it is: a str, int or UUID that the server derived, never a value the client chose.
@@ -254,6 +255,8 @@ class Ledger(BaseLedger[Client]):
             KeyReused: the key was used for a different request.
             LedgerUnavailable, NotDurable, CorruptRow, InvalidKey, InvalidPrincipal, ConfigurationError: as `claim`
                 raises them; the block does not run.
+            FencedOut: at the end of a block that raised nothing: another attempt owns the row, or the row is gone.
+                Do not acknowledge the message: the other attempt decides its result.
         """
         arguments = ClaimArguments(principal, key, fingerprint, operation, lease, wait, route=route)
         return self._reserve(arguments, check_on_error(on_error))
@@ -274,10 +277,11 @@ class Ledger(BaseLedger[Client]):
     ) -> Callable[[Callable[P, R]], Callable[P, R]]:
         """Decorate a function so that it runs once per key; a duplicate call returns the stored result.
 
-        The caller always gets the function's own return value, even if it cannot be stored. In that case the row is a
+        The caller gets the function's own return value, even if it cannot be stored. In that case the row is a
         tombstone, and duplicate calls raise `AlreadyCompleted`, whose `response.omitted` is `not_encodable` or
-        `too_large`. The row's route is the function's name. If the process dies inside the function, the row becomes
-        stale when the lease ends, and the next call takes it over.
+        `too_large`. If another attempt has taken the row over, the caller gets what a duplicate call gets, so that all
+        callers agree; without a stored result it gets `FencedOut`. The row's route is the function's name. If the
+        process dies inside the function, the row becomes stale when the lease ends, and the next call takes it over.
 
         Args:
             principal, key, fingerprint: constants, or functions of the call's arguments. A function receives the
@@ -301,6 +305,7 @@ class Ledger(BaseLedger[Client]):
             AlreadyCompleted: at the call: an earlier call finished, and its result was not stored.
             PreviousAttemptFailed, KeyInProgress, KeyReused, LedgerUnavailable, NotDurable, CorruptRow, InvalidKey,
                 InvalidPrincipal: at the call, as `reserve` raises them; the function does not run.
+            FencedOut: at the call: another attempt owns the row, or the row is gone, and there is no stored result.
         """
         options = OnceOptions(
             self.policy, principal, key, fingerprint, operation, lease, wait, on_error, recover, encode, decode
@@ -316,12 +321,18 @@ class Ledger(BaseLedger[Client]):
                 outcome = self.claim(*once.claim_arguments(args, kwargs))
                 if isinstance(outcome, Replay):
                     return once.value_of(outcome)  # type: ignore[no-any-return]  # the stored result of an earlier call
-                with self._work(reserved(outcome), on_error) as r:
-                    with running(r):
-                        value: Any = recover(r) if recover is not None and r.taken_over else None
-                        if value is None:
-                            value = function(*args, **kwargs)
-                    r.response = once.response(value)
+                r = reserved(outcome)
+                try:
+                    with self._work(r, on_error):
+                        with running(r):
+                            value: Any = recover(r) if recover is not None and r.taken_over else None
+                            if value is None:
+                                value = function(*args, **kwargs)
+                        r.response = once.response(value)
+                except FencedOut:
+                    if not r.lease.fenced or (done := self._drive(flows.look_again(r))) is None:
+                        raise
+                    return once.value_of(done)  # type: ignore[no-any-return]
                 return value  # type: ignore[no-any-return]
 
             return run
@@ -372,7 +383,7 @@ class Ledger(BaseLedger[Client]):
 
     @contextmanager
     def _work(self, r: Reservation, on_error: OnError) -> Generator[Reservation]:
-        """Renew the lease while the block runs, then settle the row."""
+        """Renew the lease while the block runs, then settle the row; raise `FencedOut` if another attempt owns it."""
         try:
             self.start_heartbeat(r)
             yield r
@@ -380,6 +391,7 @@ class Ledger(BaseLedger[Client]):
             self.settle(r, after_error(error, on_error))
             raise
         self.settle(r, completed(r))
+        flows.raise_if_fenced(r)
 
     # Driving
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
-import pickle
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from idemredis import (
     KeyReused,
     Ledger,
     NoReservation,
-    NotDurable,
     Policy,
     PreviousAttemptFailed,
     Reservation,
@@ -538,22 +536,93 @@ def test_the_function_can_ask_for_its_reservation(worker: Worker) -> None:
             current_reservation.result = 1
 
 
-def test_who_is_fenced_out_still_gets_its_own_value(worker: Worker, clock: TurnedClock) -> None:
+@contextmanager
+def overtaking(worker: Worker, clock: TurnedClock, then: Callable[[Reservation], object]) -> Iterator[Any]:
+    """Yield a `once` function during whose call another attempt takes its row over, and does this with it."""
     with ExitStack() as from_then_on:
 
-        def overtaken() -> object:
+        def overtaken(finds_out: bool = False) -> object:
             clock.turn(31)
             successor = worker.looking.claim("worker", "k", "f")
             assert isinstance(successor, Reservation)
-            worker.looking.complete(successor, StoredResponse(200, JSON, b'"theirs"'))
+            then(successor)
             from_then_on.enter_context(worker.unchanged("k"))
-            with pytest.raises(FencedOut):
+            if finds_out:
                 worker.looking.renew(current_reservation)
             return "mine"
 
-        once = worker.once(overtaken, principal="worker", key="k", operation="", fingerprint="f")
-        assert once() == "mine"
-        assert once() == "theirs"
+        yield worker.once(overtaken, principal="worker", key="k", operation="", fingerprint="f")
+
+
+@pytest.mark.parametrize("finds_out", [False, True])
+def test_who_is_fenced_out_returns_the_stored_result_so_that_all_callers_agree(
+    worker: Worker, clock: TurnedClock, finds_out: bool
+) -> None:
+    stored = StoredResponse(200, JSON, b'"theirs"')
+    with overtaking(worker, clock, lambda r: worker.looking.complete(r, stored)) as once:
+        assert once(finds_out) == "theirs"
+        assert once(finds_out) == "theirs"
+    emitted_here = [] if finds_out else ["fenced"]
+    assert worker.events == ["claimed", *emitted_here, "replayed"]
+
+
+@pytest.mark.parametrize("left", ["pending", "released"])
+def test_who_is_fenced_out_is_told_where_there_is_no_result(worker: Worker, clock: TurnedClock, left: str) -> None:
+    with (
+        overtaking(worker, clock, worker.looking.release if left == "released" else lambda r: None) as once,
+        pytest.raises(FencedOut),
+    ):
+        once()
+
+
+def test_who_is_fenced_out_by_a_stored_failure_is_told_of_it(worker: Worker, clock: TurnedClock) -> None:
+    failure = StoredResponse(500, JSON, b'{"error":"Declined"}')
+    with (
+        overtaking(worker, clock, lambda r: worker.looking.fail(r, failure)) as once,
+        pytest.raises(PreviousAttemptFailed, match="Declined") as failed,
+    ):
+        once()
+    assert failed.value.response == failure
+
+
+def test_who_is_fenced_out_by_a_result_that_was_not_stored_is_told_that_the_operation_is_completed(
+    worker: Worker, clock: TurnedClock
+) -> None:
+    tombstone = StoredResponse(200, JSON, b'"theirs"').without_body("too_large")
+    with (
+        overtaking(worker, clock, lambda r: worker.looking.complete(r, tombstone)) as once,
+        pytest.raises(AlreadyCompleted, match="too_large"),
+    ):
+        once()
+
+
+def test_who_is_fenced_out_learns_nothing_of_another_request_with_its_key(worker: Worker) -> None:
+    def emptied() -> object:
+        worker.looking.client.delete(current_reservation.row)
+        other = worker.looking.claim("worker", "k", "another request")
+        assert isinstance(other, Reservation)
+        worker.looking.complete(other, StoredResponse(200, JSON, b'"theirs"'))
+        return "mine"
+
+    once = worker.once(emptied, principal="worker", key="k", operation="", fingerprint="f")
+    with pytest.raises(FencedOut):
+        once()
+
+
+def test_an_exception_of_a_function_that_was_fenced_out_is_what_its_caller_gets(
+    worker: Worker, clock: TurnedClock
+) -> None:
+    def overtaken() -> object:
+        clock.turn(31)
+        successor = worker.looking.claim("worker", "k", "f")
+        assert isinstance(successor, Reservation)
+        worker.looking.complete(successor, StoredResponse(200, JSON, b'"theirs"'))
+        raise ZeroDivisionError
+
+    once = worker.once(overtaken, principal="worker", key="k", operation="", fingerprint="f")
+    with pytest.raises(ZeroDivisionError):
+        once()
+    assert worker.events == ["claimed", "fenced"]
 
 
 def test_a_value_that_redis_is_not_there_for_is_the_callers_all_the_same(
@@ -572,18 +641,3 @@ def test_a_value_that_redis_is_not_there_for_is_the_callers_all_the_same(
         worker.do("close")
         assert once() == "done"
         assert worker.row("k").generation == 1
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        KeyInProgress(1.5),
-        KeyReused(),
-        AlreadyCompleted(StoredResponse(200, (), b"1")),
-        PreviousAttemptFailed(StoredResponse(500, (), b"x")),
-        NotDurable("too few", acknowledged=0, required=1),
-    ],
-)
-def test_what_a_duplicate_gets_can_be_sent_to_another_process(error: Exception) -> None:
-    sent = pickle.loads(pickle.dumps(error))
-    assert (type(sent), str(sent), vars(sent)) == (type(error), str(error), vars(error))

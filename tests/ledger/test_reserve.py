@@ -215,7 +215,7 @@ def test_a_checkpoint_of_the_block_is_there_for_whoever_takes_over(worker: Worke
     assert keys == [seen[0].downstream_key("card")]
 
 
-def test_who_is_fenced_out_ends_the_block_as_ever_and_the_log_and_one_event_say_so(
+def test_a_block_that_was_fenced_out_raises_at_its_end_and_the_log_and_one_event_say_so(
     worker: Worker, clock: TurnedClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     def overtaken(r: Reservation) -> None:
@@ -226,10 +226,47 @@ def test_who_is_fenced_out_ends_the_block_as_ever_and_the_log_and_one_event_say_
         from_then_on.enter_context(worker.unchanged("k"))
         r.result = "late"
 
-    with ExitStack() as from_then_on, caplog.at_level(logging.ERROR, "idemredis"):
+    with (
+        ExitStack() as from_then_on,
+        caplog.at_level(logging.ERROR, "idemredis"),
+        pytest.raises(FencedOut, match="generation 1"),
+    ):
         worker.reserve(overtaken, "worker", "k", "f")
     assert worker.events == ["claimed", "fenced"]
     assert [record.levelname for record in caplog.records] == ["ERROR"]
+
+
+def test_a_block_whose_row_is_gone_raises_at_its_end_and_leaves_no_row(worker: Worker) -> None:
+    def emptied(r: Reservation) -> None:
+        worker.looking.client.delete(r.row)
+
+    with pytest.raises(FencedOut):
+        worker.reserve(emptied, "worker", "k", "f")
+    assert worker.fields("k") == {}
+
+
+@pytest.mark.parametrize("ending", ["caught", "settled"])
+def test_a_block_that_was_told_that_it_is_fenced_out_raises_at_its_end_all_the_same(
+    worker: Worker, clock: TurnedClock, ending: str
+) -> None:
+    def overtaken(r: Reservation) -> Any:
+        clock.turn(31)
+        assert isinstance(worker.looking.claim("worker", "k", "f"), Reservation)
+        told = worker.ledger.renew(r) if ending == "caught" else worker.ledger.complete(r, ANSWER)
+
+        async def ignore() -> None:
+            with pytest.raises(FencedOut):
+                await told
+
+        return ignore()
+
+    def plain(r: Reservation) -> None:
+        with pytest.raises(FencedOut):
+            overtaken(r)
+
+    with pytest.raises(FencedOut):
+        worker.reserve(plain if worker.mode == "sync" else overtaken, "worker", "k", "f")
+    assert worker.events == ["claimed", "fenced"]
 
 
 def test_an_exception_of_who_is_fenced_out_comes_through(worker: Worker, clock: TurnedClock) -> None:
@@ -326,7 +363,8 @@ def test_a_block_without_heartbeat_is_taken_over_when_its_lease_ends(
         wait_until(lambda: isinstance(worker.looking.claim("worker", "k", "f"), Reservation))
         assert not r.held
 
-    worker.reserve(long, "worker", "k", "f")
+    with pytest.raises(FencedOut):
+        worker.reserve(long, "worker", "k", "f")
     assert worker.row("k").generation == 2
     assert worker.row("k").status == "pending"
 

@@ -37,12 +37,15 @@ def stalled(url: str, namespace: str, lease: str, heartbeat: str, how: str) -> N
     policy = Policy(lease=float(lease), heartbeat=heartbeat == "on")
     ledger = Ledger.from_url(url, policy, namespace, observers=[told])
     if how == "reserve":
-        with ledger.reserve("worker", "k", "f") as r:
-            say("inside")
-            sys.stdin.readline()
-            assert heartbeat == "off" or found_out.wait(10)
-            say("held", r.held)
-            r.result = "late"
+        try:
+            with ledger.reserve("worker", "k", "f") as r:
+                say("inside")
+                sys.stdin.readline()
+                assert heartbeat == "off" or found_out.wait(10)
+                say("held", r.held)
+                r.result = "late"
+        except FencedOut:
+            say("refused")
     else:
         outcome = ledger.claim("worker", "k", "f")
         assert isinstance(outcome, Reservation)
