@@ -6,13 +6,14 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from itertools import count
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from ..errors import ConfigurationError, FencedOut, InvalidResponse
 from .keys import Identity
 from .response import StoredResponse
 
-__all__ = ["CHOICES", "HEARTBEATS", "AsyncReservation", "Choice", "Lease", "Reservation", "allow"]
+__all__ = ["CHOICES", "HEARTBEATS", "AsyncReservation", "Choice", "Lease", "Reservation", "allow", "freeze"]
 
 HEARTBEATS = 3
 """Renewals in one lease. If one is late or lost, the next one still comes before the lease ends."""
@@ -178,6 +179,8 @@ class Reservation:
             raise AttributeError(f"this reservation has no attribute {name!r}")
 
         def __setattr__(self, name, value):
+            if isinstance(self._settable, MappingProxyType) and name in self._settable:
+                raise RuntimeError(f"{name} was set after the response was settled; set it before the response ends")
             if self._settable is None or name not in self._settable:
                 allowed = f"only {' and '.join(self._settable)} can" if self._settable else "nothing can"
                 raise AttributeError(f"{name} cannot be set on this reservation; {allowed}")
@@ -294,6 +297,12 @@ class AsyncReservation(Reservation):
             LedgerUnavailable: the checkpoint may or may not have been saved.
         """
         return cast(Awaitable[None], self._save_checkpoint(name, data))
+
+
+def freeze(r: Reservation) -> None:
+    """Make setting an attribute that `allow` made settable an error, since what it decides has been decided."""
+    settable = r._settable  # type: ignore[attr-defined]
+    object.__setattr__(r, "_settable", MappingProxyType(settable))
 
 
 def allow(r: Reservation, *names: Literal["result", "response", "outcome"]) -> None:

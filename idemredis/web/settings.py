@@ -35,6 +35,7 @@ DEFAULTS: Mapping[str, Any] = {
     "FINGERPRINT_HEADERS": FINGERPRINT_HEADERS,
     "REPLAY_HEADERS": REPLAY_HEADERS,
     "MAX_BODY_BYTES": 16384,
+    "MAX_REQUEST_BYTES": 64 * 1024 * 1024,
     "ON_ERROR": "release",
     "WAIT_SECONDS": 0,
     "RETRY_AFTER_SECONDS": 2,
@@ -90,6 +91,7 @@ class Settings:
     protect_all: bool
     fingerprint_headers: tuple[str, ...]
     storable: frozenset[str]
+    max_request: int
     on_error: OnError
     wait: float
     fail_open: bool
@@ -112,6 +114,11 @@ class Settings:
         for name, (check, fix) in _CHECKS.items():
             if not check(values[name]):
                 raise ConfigurationError(f"{PREFIX}{name} must be {fix}, not {values[name]!r}")
+        if never := [name for name in values["REPLAY_HEADERS"] if not storable_names([name])]:
+            raise ConfigurationError(
+                f"{PREFIX}REPLAY_HEADERS must be without {never[0]!r}, which belongs to one client or one delivery; "
+                f"remove it from {values['REPLAY_HEADERS']!r}"
+            )
         return cls(
             url=values["URL"],
             namespace=values["NAMESPACE"],
@@ -122,6 +129,7 @@ class Settings:
             protect_all=values["PROTECT_ALL"],
             fingerprint_headers=tuple(values["FINGERPRINT_HEADERS"]),
             storable=storable_names(values["REPLAY_HEADERS"]),
+            max_request=values["MAX_REQUEST_BYTES"],
             on_error=values["ON_ERROR"],
             wait=values["WAIT_SECONDS"],
             fail_open=values["FAIL_OPEN"],
@@ -193,6 +201,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "FINGERPRINT_HEADERS": (_are_headers, 'a tuple of header names, such as ("content-type",)'),
     "REPLAY_HEADERS": (_are_headers, 'a tuple of header names, such as ("content-type", "location")'),
+    "MAX_REQUEST_BYTES": (lambda value: type(value) is int and value > 0, "a whole number of bytes above 0"),
     "ON_ERROR": (lambda value: value in ON_ERROR, '"release", "hold" or "store"'),
     "WAIT_SECONDS": (
         lambda value: (not _is_bool(value) and value == 0) or _is_seconds(value),

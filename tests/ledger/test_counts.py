@@ -209,8 +209,8 @@ def test_a_protected_request_costs_two_commands_and_its_replay_one(app: Flask, c
         ("GET", "/protected", None, 6),
         ("GET", "/protected", KEY, 8),
         ("POST", "/plain", None, 2),
-        ("POST", "/plain", KEY, 9),
-        ("POST", "/protected", KEY, 151),
+        ("POST", "/plain", KEY, 21),
+        ("POST", "/protected", KEY, 223),
     ],
 )
 def test_the_extension_enters_few_python_functions_a_request(
