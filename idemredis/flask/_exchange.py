@@ -339,7 +339,8 @@ def request_context(app: Flask, make: Callable[[Environ], RequestContext], envir
     context = make(environ)
     if "HTTP_IDEMPOTENCY_KEY" in environ:
         state: State = app.extensions[EXTENSION]
-        if environ["REQUEST_METHOD"].upper() in state.settings.methods:
+        settings = state.settings
+        if settings.mode != "off" and environ["REQUEST_METHOD"].upper() in settings.methods:
             before: Exchange | None = environ.get(CLAIMED)
             if before is not None and before.ended:
                 before.close()

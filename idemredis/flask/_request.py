@@ -6,9 +6,11 @@ import copy
 import functools
 import io
 import logging
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from flask import Flask, Request, Response, current_app, has_request_context, request
@@ -16,10 +18,11 @@ from werkzeug.datastructures import Headers
 from werkzeug.exceptions import RequestEntityTooLarge
 
 from ..core.fingerprint import begin_fingerprint, fingerprint_endpoint
-from ..core.keys import valid_principal
+from ..core.keys import Identity, identify, valid_principal
 from ..core.outcomes import InProgress, Replay, Reused
-from ..core.reservation import Reservation
+from ..core.reservation import Reservation, Unprotected, observed
 from ..core.response import NULL_BODY_STATUSES, StoredResponse, filter_headers, storable_names
+from ..core.settle import Ending
 from ..errors import (
     ConfigurationError,
     CorruptRow,
@@ -28,6 +31,7 @@ from ..errors import (
     InvalidPrincipal,
     LedgerUnavailable,
 )
+from ..events import observing, serving
 from ..ledger.current import look_also_in, running
 from ..web.body import BodyIncomplete, BodyTooLarge, LengthRequired, NoRoom, RequestBody, raw_target
 from ..web.contract import Refusal, parse_key
@@ -58,19 +62,79 @@ def run_protected(options: Options, view: Callable[[], Any]) -> Any:
     if running_one is not None and running_one.covers(owning_request):
         return view()
     header: str | None = environ.get("HTTP_IDEMPOTENCY_KEY")
+    required = settings.required if options.required is None else options.required
     exchange = _exchange_of(app, state, owning_request, header)
     exchange.begin()
-    required = settings.required if options.required is None else options.required
+    match settings.mode:
+        case "off":
+            return _run_unprotected(state, options, exchange, header, view)
+        case "observe":
+            return _observe(state, options, exchange, header, required, view)
     if header is None and not required:
-        return view()
+        exchange.marked = True
+        return _run_unprotected(state, options, exchange, header, view)
     claimed = _claim(state, options, exchange, header)
     if isinstance(claimed, Response):
         exchange.answer = claimed
         return claimed
     if claimed is None:
         exchange.marked = True
-        return view()
+        return _run_unprotected(state, options, exchange, header, view)
     return _run(state, options, exchange, claimed, view)
+
+
+def _run_unprotected(
+    state: State, options: Options, exchange: Exchange, header: str | None, view: Callable[[], Any]
+) -> Any:
+    """Run the view without a claim; what it does with `current_reservation` still works."""
+    find = functools.partial(_identity_of, state, options, header)
+    exchange.reservation = Unprotected(find, _route(exchange.request))
+    with running(exchange.reservation):
+        return view()
+
+
+def _identity_of(state: State, options: Options, header: str | None) -> Identity:
+    """Return the identity that the row has or would have; without a key, another one for each request."""
+    namespace, principal = state.ledger.namespace, ""
+    try:
+        principal = valid_principal(state.extension.principal())
+        if header is not None:
+            return identify(
+                namespace, principal, parse_key(header, state.settings.contract.protocol), options.operation
+            )
+    except Exception as error:  # the view runs all the same, and its principal may be nobody
+        logger.debug("a request that runs unprotected has no row: %s", error)
+    return Identity(principal, options.operation, "", f"{namespace}:{os.urandom(16).hex()}")
+
+
+def _observe(
+    state: State, options: Options, exchange: Exchange, header: str | None, required: bool, view: Callable[[], Any]
+) -> Any:
+    """Claim and record as ever, but run the view whatever comes of it."""
+    claimed: object = None
+    token = observing.set(True)
+    try:
+        if header is not None:
+            claimed = _claim(state, replace(options, wait=0.0), exchange, header)
+        elif required:
+            state.ledger.report_missing_key(operation=options.operation, route=_route(exchange.request))
+    except Exception:
+        logger.exception("a request cannot be observed, and runs as it is")
+    finally:
+        observing.reset(token)
+    if isinstance(claimed, Reservation):
+        return _run(state, replace(options, recover=None), exchange, claimed, view)
+    return _run_unprotected(state, options, exchange, header, view)
+
+
+def _settle(app: Flask, state: State, r: Reservation, ending: Ending) -> None:
+    """Settle a row; the application's contexts may have ended."""
+    application, observe = serving.set(app), observing.set(state.settings.mode == "observe")
+    try:
+        state.ledger.settle(r, ending)
+    finally:
+        serving.reset(application)
+        observing.reset(observe)
 
 
 def _exchange_of(app: Flask, state: State, owning_request: Request, header: str | None) -> Exchange:
@@ -78,7 +142,7 @@ def _exchange_of(app: Flask, state: State, owning_request: Request, header: str 
     exchange: Exchange | None = owning_request.environ.get(FOLLOWED)
     if exchange is not None and exchange.request is owning_request:
         return exchange
-    if header is not None:
+    if header is not None and state.settings.mode != "off":
         raise ConfigurationError(
             f"{app.name!r} did not make this request's context with app.request_context, so its end cannot be seen"
         )
@@ -89,12 +153,14 @@ def _run(state: State, options: Options, exchange: Exchange, claimed: Reservatio
     """Run the view, or `recover` after a takeover, under its claim."""
     ledger, settings = state.ledger, state.settings
     on_error = options.on_error or settings.on_error
-    recorder = ResponseRecorder(claimed, ledger.settle, on_error, settings.storable, ledger.policy.max_body)
-    exchange.recorder, exchange.reservation = recorder, claimed
+    settle = functools.partial(_settle, exchange.app, state)
+    recorder = ResponseRecorder(claimed, settle, on_error, settings.storable, ledger.policy.max_body)
+    current = observed(claimed) if settings.mode == "observe" else claimed
+    exchange.recorder, exchange.reservation = recorder, current
     exchange.answer_held = functools.partial(_answer_held, state, claimed)
     ledger.start_heartbeat(claimed)
     try:
-        with running(claimed):
+        with running(current):
             recovered = options.recover(claimed) if options.recover is not None and claimed.taken_over else None
             returned = view() if recovered is None else recovered
     except HoldForReview:
@@ -123,6 +189,7 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
             return refuse(contract.principal_required())
         valid_principal(principal)
         if header is None:
+            state.ledger.report_missing_key(str(principal), options.operation, _route(request))
             return refuse(contract.key_required())
         key = parse_key(header, contract.protocol)
         outcome = state.ledger.claim(
@@ -152,7 +219,7 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
         logger.error("a row is corrupt, and its request was not run: %s", error)
         return refuse(contract.row_corrupt())
     except LedgerUnavailable as error:
-        if not settings.fail_open:
+        if not settings.fail_open or settings.mode == "observe":
             return refuse(contract.unavailable())
         logger.error("a request runs unprotected, since %sFAIL_OPEN is set: %s", PREFIX, error)
         return None

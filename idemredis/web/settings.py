@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from ..core.fingerprint import FINGERPRINT_HEADERS
 from ..core.response import REPLAY_HEADERS, storable_names
@@ -16,12 +16,18 @@ from ..policy import Policy, check_seconds
 from ..store.clients import SOCKET_TIMEOUT
 from .contract import SAFE_METHODS, Contract, Protocol
 
-__all__ = ["DEFAULTS", "LEDGER_SETTINGS", "PREFIX", "Settings", "in_settings"]
+__all__ = ["DEFAULTS", "LEDGER_SETTINGS", "MODES", "PREFIX", "Mode", "Settings", "in_settings"]
 
 PREFIX = "IDEMREDIS_"
 
+Mode: TypeAlias = Literal["enforce", "observe", "off"]
+"""Refuse and replay; or claim and record, but always run the view; or touch nothing."""
+
+MODES = ("enforce", "observe", "off")
+
 DEFAULTS: Mapping[str, Any] = {
     "URL": None,
+    "MODE": "enforce",
     "NAMESPACE": "idem",
     "LEASE_SECONDS": 30,
     "RETENTION_SECONDS": 86400,
@@ -83,6 +89,7 @@ class Settings:
     """The checked settings of an application; `configured` has the names that it set."""
 
     url: str | None
+    mode: Mode
     namespace: str
     policy: Policy
     contract: Contract
@@ -121,6 +128,7 @@ class Settings:
             )
         return cls(
             url=values["URL"],
+            mode=values["MODE"],
             namespace=values["NAMESPACE"],
             policy=_policy(values),
             contract=Contract(_protocol(values["PROTOCOL"]), values["DOCS_URL"], values["RETRY_AFTER_SECONDS"]),
@@ -190,6 +198,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or (isinstance(value, str) and bool(value)),
         "a redis://, rediss://, unix:// or memory:// URL",
     ),
+    "MODE": (lambda value: value in MODES, '"enforce", "observe" or "off"'),
     "NAMESPACE": (lambda value: isinstance(value, str) and bool(value), "a non-empty str"),
     "METHODS": (_are_methods, 'a tuple of unsafe methods in upper case, such as ("POST", "PATCH")'),
     "REQUIRED": (_is_bool, "True or False"),

@@ -42,6 +42,7 @@ def _unreachable() -> redis.Redis:
 
 BAD: dict[str, tuple[Any, ...]] = {
     "URL": ("", 7, b"redis://x", "http://localhost", "localhost:6379"),
+    "MODE": ("Enforce", "", None, 7, ["off"]),
     "NAMESPACE": ("", None, 7, b"idem"),
     "LEASE_SECONDS": (0, -1, float("nan"), float("inf"), "30", True, None, 86400, 86401),
     "RETENTION_SECONDS": (0, -1, float("nan"), float("inf"), "1", None, 30, 29, 1e12),
@@ -96,7 +97,11 @@ def test_a_replica_timeout_above_the_socket_timeout_is_refused_with_both_names()
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("LEASE", "did you mean IDEMREDIS_LEASE_SECONDS"), ("FAILOPEN", "IDEMREDIS_FAIL_OPEN"), ("X", "URL, NAMESPACE")],
+    [
+        ("LEASE", "did you mean IDEMREDIS_LEASE_SECONDS"),
+        ("FAILOPEN", "IDEMREDIS_FAIL_OPEN"),
+        ("X", "URL, MODE, NAMESPACE"),
+    ],
 )
 def test_an_unknown_setting_is_refused_with_the_one_that_was_meant(name: str, hint: str) -> None:
     app = Flask("shop")
@@ -394,7 +399,8 @@ def test_a_principal_function_that_fails_runs_and_claims_nothing(
 def test_a_view_without_a_required_key_runs_unprotected_and_with_one_is_protected(make_site: MakeSite) -> None:
     site = make_site(principal=lambda: request.headers.get("Authorization"))
     site.view(lambda: str(bool(current_reservation)), required=False)
-    assert [site.send(None).text for _ in range(2)] == ["False"] * 2
+    answers = [site.send(None) for _ in range(2)]
+    assert [(answer.text, answer.headers["Idempotency-Status"]) for answer in answers] == [("False", "unprotected")] * 2
     assert site.sent == []
     assert [site.send(headers=[("Authorization", "a")]).text for _ in range(2)] == ["True"] * 2
     assert (site.send("").status_code, site.send().status_code, len(site.runs)) == (401, 401, 3)
