@@ -210,7 +210,7 @@ def test_a_protected_request_costs_two_commands_and_its_replay_one(app: Flask, c
         ("GET", "/protected", KEY, 8),
         ("POST", "/plain", None, 2),
         ("POST", "/plain", KEY, 21),
-        ("POST", "/protected", KEY, 223),
+        ("POST", "/protected", KEY, 230),
     ],
 )
 def test_the_extension_enters_few_python_functions_a_request(
