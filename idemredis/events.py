@@ -6,13 +6,14 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from .core.flows import Emit
 
-__all__ = ["Event", "EventEmitter", "EventName", "Observer", "digest"]
+__all__ = ["Event", "EventEmitter", "EventName", "Observer", "digest", "observing", "serving"]
 
 logger = logging.getLogger("idemredis")
 
@@ -30,6 +31,7 @@ EventName: TypeAlias = Literal[
     "not_stored",
     "held_for_review",
     "completion_lost",
+    "key_missing",
 ]
 
 _LOUD: Mapping[EventName, tuple[int, str]] = {
@@ -52,7 +54,7 @@ class Event:
 
     Attributes:
         name: `claimed`, `taken_over`, `replayed` and so on; `EventName` lists all names.
-        digest: 12 hex digits that identify the row without showing its key or principal.
+        digest: 12 hex digits that identify the row without showing its key or principal; "" if there is no key.
         operation: third part of the row's identity; "" if there is none.
         generation: generation of the attempt; 0 if there is no attempt.
         route: the endpoint or function, such as `POST /orders/<id>`; "" if unknown.
@@ -60,6 +62,7 @@ class Event:
         principal: whose key it is; None unless the ledger was made with `log_keys=True`.
         key: the key; None unless the ledger was made with `log_keys=True`.
         reason: of `unavailable`: why, as in `LedgerUnavailable.reason`; "" otherwise.
+        observed: True if the application only observes: the view runs, whatever the event says.
     """
 
     name: EventName
@@ -71,9 +74,18 @@ class Event:
     principal: str | None = None
     key: str | None = None
     reason: str = ""
+    observed: bool = False
 
 
 Observer: TypeAlias = Callable[[Event], object]
+
+
+observing: ContextVar[bool] = ContextVar("idemredis_observing", default=False)
+"""True while a door that only observes calls the ledger; its events then say so."""
+
+
+serving: ContextVar[object] = ContextVar("idemredis_serving", default=None)
+"""The application that a door settles a row for, after its own contexts have ended."""
 
 
 def digest(row: str) -> str:
@@ -124,5 +136,6 @@ class EventEmitter:
     def _event(self, emit: Emit, seconds: float) -> Event:
         who = emit.identity
         principal, key = (who.principal, who.key) if self._log_keys else (None, None)
-        about = (digest(who.row), who.operation, emit.generation, emit.route)
-        return Event(emit.event, *about, seconds, principal, key, emit.reason)
+        row = digest(who.row) if who.row else ""
+        about = (row, who.operation, emit.generation, emit.route)
+        return Event(emit.event, *about, seconds, principal, key, emit.reason, observing.get())

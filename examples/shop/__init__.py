@@ -11,16 +11,21 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import redis
-from flask import Blueprint, Flask, Response, current_app, request
+from flask import Blueprint, Flask, current_app, request
 from flask.typing import ResponseReturnValue
 from gateway import Gateway
 from payments import authenticate, idempotency
 from payments import create_app as create_payments
 
 from idemredis import CorruptRow, InvalidKey, Ledger, LedgerUnavailable, Row
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
 
 AWAY_SECONDS = int(os.environ.get("SHOP_AWAY_SECONDS", "4"))
 """Seconds for which Redis hangs on request. Longer than a claim is tried, so that the page gets 503."""
@@ -37,7 +42,7 @@ def create_app() -> Flask:
     app = create_payments()
     app.register_blueprint(page)
     app.register_blueprint(behind)
-    app.after_request(hold_back)
+    app.wsgi_app = HoldBack(app.wsgi_app)  # type: ignore[method-assign]
     return app
 
 
@@ -85,11 +90,17 @@ def send_redis_away() -> ResponseReturnValue:
     return {"away_seconds": AWAY_SECONDS}
 
 
-def hold_back(answer: Response) -> Response:
-    """Delay a response that the page wants to lose; it is stored already, since `after_request` functions run later."""
-    if request.headers.get("X-Trouble") == "hold-answer":
-        time.sleep(HELD_SECONDS)
-    return answer
+class HoldBack:
+    """A WSGI layer that delays a response which the page wants to lose; it is stored already when it comes here."""
+
+    def __init__(self, application: WSGIApplication) -> None:
+        self.application = application
+
+    def __call__(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        answer = self.application(environ, start_response)
+        if environ.get("HTTP_X_TROUBLE") == "hold-answer":
+            time.sleep(HELD_SECONDS)
+        return answer
 
 
 def as_shown(row: Row) -> dict[str, object]:

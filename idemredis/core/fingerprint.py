@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from hashlib import _Hash
 
-__all__ = ["FINGERPRINT_HEADERS", "begin_fingerprint", "fingerprint_request", "fingerprint_value"]
+__all__ = [
+    "FINGERPRINT_HEADERS",
+    "begin_fingerprint",
+    "fingerprint_endpoint",
+    "fingerprint_request",
+    "fingerprint_value",
+]
 
 FINGERPRINT_HEADERS = ("content-type", "x-api-version")
 """Headers that are part of the fingerprint. Others (tracing, dates, user agents) change between retries."""
@@ -60,6 +66,24 @@ def begin_fingerprint(method: str, target: str, headers: Iterable[tuple[str, str
     digest = hashlib.sha256(f"{method.upper()}\n{target}\n".encode("utf-8", "surrogateescape"))
     digest.update(f"{lines}\n".encode("latin-1"))
     return digest
+
+
+def fingerprint_endpoint(method: str, target: str, operation: str, value: object) -> str:
+    """Return the fingerprint of a request whose application computes a value of its own from it: 64 hex digits.
+
+    The method, the path and the operation are hashed with the value, so that two endpoints with the same function do
+    not take each other's requests for retries. The query is not: what matters of it is in the value.
+
+    Args:
+        method: the method, in any case.
+        target: path and query exactly as received.
+        operation: third part of the row's identity; "" if there is none.
+        value: a JSON value.
+
+    Raises:
+        TypeError, ValueError: the value is not JSON.
+    """
+    return fingerprint_value([method.upper(), target.partition("?")[0], operation, value])
 
 
 def fingerprint_value(value: object) -> str:

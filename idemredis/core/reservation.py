@@ -6,13 +6,25 @@ import hashlib
 import time
 from collections.abc import Awaitable, Callable
 from itertools import count
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 
 from ..errors import ConfigurationError, FencedOut, InvalidResponse
 from .keys import Identity
 from .response import StoredResponse
 
-__all__ = ["CHOICES", "HEARTBEATS", "AsyncReservation", "Choice", "Lease", "Reservation", "allow"]
+__all__ = [
+    "CHOICES",
+    "HEARTBEATS",
+    "AsyncReservation",
+    "Choice",
+    "Lease",
+    "Reservation",
+    "Unprotected",
+    "allow",
+    "freeze",
+    "observed",
+]
 
 HEARTBEATS = 3
 """Renewals in one lease. If one is late or lost, the next one still comes before the lease ends."""
@@ -178,6 +190,8 @@ class Reservation:
             raise AttributeError(f"this reservation has no attribute {name!r}")
 
         def __setattr__(self, name, value):
+            if isinstance(self._settable, MappingProxyType) and name in self._settable:
+                raise RuntimeError(f"{name} was set after the response was settled; set it before the response ends")
             if self._settable is None or name not in self._settable:
                 allowed = f"only {' and '.join(self._settable)} can" if self._settable else "nothing can"
                 raise AttributeError(f"{name} cannot be set on this reservation; {allowed}")
@@ -294,6 +308,72 @@ class AsyncReservation(Reservation):
             LedgerUnavailable: the checkpoint may or may not have been saved.
         """
         return cast(Awaitable[None], self._save_checkpoint(name, data))
+
+
+class Unprotected(Reservation):
+    """Stands for the reservation of a view that runs unprotected, so that its code still works. It is falsy.
+
+    `downstream_key` returns the same keys as ever where principal and key are known. Nothing is held, and
+    `ensure_held`, `checkpoint` and `outcome` do nothing.
+    """
+
+    __slots__ = ("_find", "_identity")
+
+    def __init__(
+        self, find: Callable[[], Identity], route: str = "", settable: dict[str, object] | None = None
+    ) -> None:
+        """Make one whose identity is found when it is first asked for."""
+        put = object.__setattr__
+        put(self, "_find", find)
+        put(self, "_identity", None)
+        put(self, "fingerprint", "")
+        put(self, "generation", 0)
+        put(self, "owner", "")
+        put(self, "last_checkpoint", None)
+        put(self, "lease", Lease(0.0, time.monotonic()))
+        put(self, "route", route)
+        put(self, "_save", None)
+        put(self, "_settable", {"outcome": None} if settable is None else settable)
+        self.lease.end()
+
+    @property
+    def identity(self) -> Identity:
+        """The row's name and the parts it consists of."""
+        identity: Identity | None = self._identity  # type: ignore[attr-defined]
+        if identity is None:
+            identity = self._find()  # type: ignore[attr-defined]
+            object.__setattr__(self, "_identity", identity)
+        return identity
+
+    @property
+    def held(self) -> bool:
+        """False."""
+        return False
+
+    def __bool__(self) -> bool:
+        """Return False."""
+        return False
+
+    def ensure_held(self) -> None:
+        """Do nothing: the application has chosen to run without protection."""
+
+    def _save_checkpoint(self, name: str, data: object) -> None:
+        """Save nothing."""
+
+    def __repr__(self) -> str:
+        """Return the route; never the key or principal."""
+        return f"{type(self).__name__}(route={self.route!r})"
+
+
+def observed(r: Reservation) -> Unprotected:
+    """Return what a view that is only observed sees of its claim; its `outcome` decides what is recorded."""
+    return Unprotected(lambda: r.identity, r.route, r._settable)  # type: ignore[attr-defined]
+
+
+def freeze(r: Reservation) -> None:
+    """Make setting an attribute that `allow` made settable an error, since what it decides has been decided."""
+    settable = r._settable  # type: ignore[attr-defined]
+    object.__setattr__(r, "_settable", MappingProxyType(settable))
 
 
 def allow(r: Reservation, *names: Literal["result", "response", "outcome"]) -> None:

@@ -31,12 +31,25 @@ REPLAY_HEADERS = (
     "content-encoding",
     "content-language",
     "content-disposition",
+    "content-range",
+    "accept-ranges",
     "etag",
     "last-modified",
     "location",
     "link",
+    "allow",
+    "retry-after",
+    "cache-control",
+    "vary",
+    "content-security-policy",
+    "x-content-type-options",
+    "x-frame-options",
+    "referrer-policy",
+    "x-accel-redirect",
+    "x-sendfile",
 )
-"""Headers that describe the body or refer to other resources. Others belong to a single delivery of the response."""
+"""Headers that describe the body, refer to other resources, say how the response may be used, or make a front server
+send a file. Others belong to a single delivery of the response."""
 
 NULL_BODY_STATUSES = frozenset({204, 205, 304})
 """Statuses without content (RFC 9110 §15.3.5, §15.3.6, §15.4.5)."""
@@ -56,6 +69,7 @@ _NEVER_KEPT = frozenset(
         "trailer",
         "transfer-encoding",
         "upgrade",
+        "www-authenticate",
     }
 )
 
@@ -142,8 +156,8 @@ Finished._read = staticmethod(StoredResponse.from_plain)  # this module imports 
 def storable_names(names: Iterable[str]) -> frozenset[str]:
     """Return `names` in lower case, without the headers that are never stored.
 
-    `Set-Cookie` is meant for one client. Hop-by-hop headers (RFC 9110 §7.6.1), `Date` and `Content-Length` belong to a
-    single delivery.
+    `Set-Cookie` and `WWW-Authenticate` are meant for one client. Hop-by-hop headers (RFC 9110 §7.6.1), `Date` and
+    `Content-Length` belong to a single delivery.
     """
     return frozenset(map(str.lower, names)) - _NEVER_KEPT
 

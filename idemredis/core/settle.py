@@ -9,7 +9,7 @@ from ..errors import FencedOut, HoldForReview, IdempotencyError, LedgerUnavailab
 from ..policy import Policy
 from . import flows
 from .flows import Flow
-from .reservation import Choice, Reservation
+from .reservation import Reservation
 from .response import StoredResponse
 
 __all__ = ["ON_ERROR", "Ending", "OnError", "of_error", "of_status", "settle"]
@@ -21,8 +21,9 @@ OnError: TypeAlias = Literal["release", "hold", "store"]
 
 ON_ERROR: tuple[OnError, ...] = ("release", "hold", "store")
 
-_RETRY_STATUSES = frozenset({408, 425, 429})
-"""Request Timeout, Too Early, Too Many Requests: they ask the client to send the same request again."""
+_RETRY_STATUSES = frozenset({401, 403, 407, 408, 425, 429})
+"""Statuses that ask for the same request again: once the client has the right to send it (Unauthorized, Forbidden,
+Proxy Authentication Required), or later (Request Timeout, Too Early, Too Many Requests)."""
 
 
 class Ending(NamedTuple):
@@ -49,13 +50,15 @@ def of_error(error: BaseException, on_error: OnError) -> Literal["store", "relea
     return on_error
 
 
-def of_status(status: int, choice: Choice | None, on_error: OnError) -> Choice:
-    """Return what to do with a response of this HTTP status; the view's own choice comes first."""
-    if choice is not None:
-        return choice
+def of_status(status: int, on_error: OnError, *, retry_after: bool = False) -> OnError:
+    """Return what the rules do with a response of this HTTP status.
+
+    A 4xx with a Retry-After header asks for the same request again, whatever its status is: for example the 409 of
+    another idempotent service whose response the view has passed on.
+    """
     if status >= 500:
         return on_error
-    return "release" if status in _RETRY_STATUSES else "store"
+    return "release" if status in _RETRY_STATUSES or (retry_after and status >= 400) else "store"
 
 
 def settle(r: Reservation, ending: Ending, policy: Policy) -> Flow[None]:

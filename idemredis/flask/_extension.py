@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast, overload
 
 from flask import Blueprint, Flask, current_app, request
 
@@ -17,20 +17,16 @@ from ..events import Observer
 from ..ledger import Ledger
 from ..policy import check_seconds
 from ..store.clients import Client
-from ..web.body import Environ, RequestBody
 from ..web.settings import LEDGER_SETTINGS, PREFIX, Settings, in_settings
-from ._request import EXTENSION, Options, State, run_protected, tear_down
-
-if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse, WSGIApplication
+from ._exchange import current_answer, exchanges, process_response, request_context, watch
+from ._request import run_protected
+from ._state import EXTENSION, Options, State
+from ._views import EXEMPT, OPTIONS, exempt_blueprint
 
 __all__ = ["Idempotency"]
 
 View = TypeVar("View", bound=Callable[..., Any])
 Exempt = TypeVar("Exempt", bound=Callable[..., Any] | Blueprint)
-
-_OPTIONS = "__idemredis_options__"
-_EXEMPT = "__idemredis_exempt__"
 
 
 class Idempotency:
@@ -86,11 +82,11 @@ class Idempotency:
             raise ConfigurationError(f"the application {app.name!r} has an Idempotency already; call init_app on that")
         state = State(self, self._make_ledger(settings), settings)
         if before is None:
-            app.teardown_request(tear_down)  # first, since Flask refuses it once the application has served a request
-            app.wsgi_app = functools.partial(_record_body, app, app.wsgi_app)  # type: ignore[method-assign]
+            # Flask refuses this once the application has served a request, and then nothing is hooked in.
+            app.teardown_request(_nothing)
+            app.teardown_request_funcs[None].remove(_nothing)
+            _hook_in(app)
         app.extensions[EXTENSION] = state
-        if settings.protect_all and not (before and before.settings.protect_all):
-            app.dispatch_request = functools.partial(_dispatch, app.dispatch_request)  # type: ignore[method-assign]
 
     @overload
     def protect(self, view: View) -> View: ...
@@ -139,14 +135,14 @@ class Idempotency:
                 run = current_app.ensure_sync(view) if is_async else view
                 return run_protected(chosen, functools.partial(run, *args, **kwargs))
 
-            setattr(protected, _OPTIONS, chosen)
+            setattr(protected, OPTIONS, chosen)
             return cast(View, protected)
 
         return decorate if view is None else decorate(view)
 
     def exempt(self, view: Exempt) -> Exempt:
         """Exempt a view, a `MethodView`, one of its methods, or a blueprint from `IDEMREDIS_PROTECT_ALL`."""
-        setattr(view, _EXEMPT, True)
+        setattr(view, EXEMPT, True)
         return view
 
     def principal(self) -> object:
@@ -181,33 +177,52 @@ class Idempotency:
             raise in_settings(error) from None
 
 
-def _record_body(app: Flask, wsgi_app: WSGIApplication, environ: Environ, start_response: StartResponse) -> Any:
-    """Start recording the body before the application runs, which may read the body before the claim."""
-    if "HTTP_IDEMPOTENCY_KEY" in environ:
-        state: State = app.extensions[EXTENSION]
-        if environ["REQUEST_METHOD"].upper() in state.settings.methods:
-            RequestBody(environ).record()
-    return wsgi_app(environ, start_response)
+def _hook_in(app: Flask) -> None:
+    """Follow the application's requests, where whoever has taken `app.wsgi_app` before cannot pass by.
+
+    These are methods that `Flask.wsgi_app` looks up on the application. `app.wsgi_app` itself is wrapped only if there
+    are WSGI layers around it, whose outcome counts, too.
+    """
+    if getattr(app.wsgi_app, "__func__", None) is not Flask.wsgi_app:
+        app.wsgi_app = functools.partial(watch, app, app.wsgi_app)  # type: ignore[method-assign]
+    app.request_context = functools.partial(request_context, app, app.request_context)  # type: ignore[method-assign]
+    app.dispatch_request = functools.partial(_dispatch, app, app.dispatch_request)  # type: ignore[method-assign]
+    app.process_response = functools.partial(process_response, app.process_response)  # type: ignore[method-assign]
 
 
-def _dispatch(dispatch: Callable[..., Any], *args: Any) -> Any:
+def _nothing(error: BaseException | None) -> None:
+    """Do nothing."""
+
+
+def _dispatch(app: Flask, dispatch: Callable[..., Any], *args: Any) -> Any:
+    """Run a view; a refusal or replay comes back as it is, whatever a decorator around it returned or raised."""
+    state: State = app.extensions[EXTENSION]
+    try:
+        if state.settings.protect_all:
+            returned = _protect(app, state, functools.partial(dispatch, *args))
+        else:
+            returned = dispatch(*args)
+    except Exception:
+        if (answer := current_answer()) is None:
+            raise
+        return answer
+    return returned if exchanges.get() is None else current_answer() or returned
+
+
+def _protect(app: Flask, state: State, dispatch: Callable[[], Any]) -> Any:
     """Protect a request under `PROTECT_ALL`; runs after the `before_request` functions, so after authentication."""
-    state: State = current_app.extensions[EXTENSION]
-    if not state.settings.protect_all or request.method not in state.settings.methods or request.endpoint is None:
-        return dispatch(*args)
-    view = current_app.view_functions[request.endpoint]
-    if any(hasattr(current_app.blueprints[name], _EXEMPT) for name in request.blueprints):
-        return dispatch(*args)
-    if _marked(view, _EXEMPT) or _marked(view, _OPTIONS):  # a decorated view protects itself, with its own options
-        return dispatch(*args)
-    return run_protected(Options(), functools.partial(dispatch, *args))
-
-
-def _marked(view: Any, mark: str) -> bool:
-    """Return True if the view, its `MethodView` class, or the method that serves this request has the mark."""
-    view_class = getattr(view, "view_class", None)
-    method = getattr(view_class, request.method.lower(), None)
-    return any(hasattr(place, mark) for place in (view, view_class, method) if place is not None)
+    method, endpoint = request.method.upper(), request.endpoint
+    if method not in state.settings.methods or endpoint is None or exempt_blueprint(app, request):
+        return dispatch()
+    marks = state.views.marks(app, endpoint, method)
+    if marks.exempt or marks.protected:  # a decorated view protects itself, with its own options
+        return dispatch()
+    if marks.hidden_exempt or len(marks.hidden) > 1:
+        raise ConfigurationError(
+            f"a decorator of {endpoint!r} hides whether it is exempt, or which options protect it; put "
+            "@functools.wraps(view) on the wrapper that the decorator returns, or @exempt or @protect above it"
+        )
+    return run_protected(marks.hidden[0] if marks.hidden else Options(), dispatch)
 
 
 def _constant(principal: object) -> Callable[[], object]:

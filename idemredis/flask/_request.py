@@ -1,25 +1,28 @@
-"""Serve one request: claim, run the view, settle."""
+"""Serve one request: claim, then run the view, refuse or replay."""
 
 from __future__ import annotations
 
+import copy
 import functools
-import itertools
+import io
 import logging
+import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
-from flask import Flask, Request, Response, after_this_request, current_app, has_request_context, request
+from flask import Flask, Request, Response, current_app, has_request_context, request
 from werkzeug.datastructures import Headers
-from werkzeug.exceptions import InternalServerError, RequestEntityTooLarge
+from werkzeug.exceptions import RequestEntityTooLarge
 
-from ..core.fingerprint import begin_fingerprint, fingerprint_value
-from ..core.keys import valid_principal
+from ..core.fingerprint import begin_fingerprint, fingerprint_endpoint
+from ..core.keys import Identity, identify, valid_principal
 from ..core.outcomes import InProgress, Replay, Reused
-from ..core.reservation import Reservation
+from ..core.reservation import Reservation, Unprotected, observed
 from ..core.response import NULL_BODY_STATUSES, StoredResponse, filter_headers, storable_names
-from ..core.settle import OnError
+from ..core.settle import Ending
 from ..errors import (
     ConfigurationError,
     CorruptRow,
@@ -28,51 +31,22 @@ from ..errors import (
     InvalidPrincipal,
     LedgerUnavailable,
 )
-from ..ledger import Ledger
+from ..events import observing, serving
 from ..ledger.current import look_also_in, running
-from ..web.body import BodyIncomplete, BodyTooLarge, Environ, LengthRequired, RequestBody, raw_target
-from ..web.contract import parse_key
+from ..web.body import BodyIncomplete, BodyTooLarge, LengthRequired, NoRoom, RequestBody, raw_target
+from ..web.contract import Refusal, parse_key
 from ..web.recorder import ResponseRecorder
 from ..web.settings import PREFIX, Settings
+from ._exchange import CLAIMED, FOLLOWED, Exchange
+from ._state import EXTENSION, Options, State
 
-if TYPE_CHECKING:
-    from ._extension import Idempotency
-
-__all__ = ["EXTENSION", "Options", "State", "run_protected", "tear_down"]
+__all__ = ["run_protected"]
 
 logger = logging.getLogger("idemredis")
-
-EXTENSION = "idemredis"
-"""Key of the application's `State` in `app.extensions`."""
-
-_CLAIMED = "idemredis.claimed"
-"""Environ key of the request that made the claim, and its recorder; None if the view runs unprotected."""
 
 # The objects behind Flask's proxies: each access through a proxy costs a microsecond.
 _app: Callable[[], Flask] = current_app._get_current_object  # type: ignore[attr-defined]
 _request: Callable[[], Request] = request._get_current_object  # type: ignore[attr-defined]
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The options of `protect` for one view; None means the application's setting."""
-
-    required: bool | None = None
-    lease: float | None = None
-    wait: float | None = None
-    operation: str = ""
-    on_error: OnError | None = None
-    fingerprint: Callable[[], object] | None = None
-    recover: Callable[[Reservation], Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class State:
-    """What the extension keeps for one application."""
-
-    extension: Idempotency
-    ledger: Ledger
-    settings: Settings
 
 
 def run_protected(options: Options, view: Callable[[], Any]) -> Any:
@@ -82,80 +56,146 @@ def run_protected(options: Options, view: Callable[[], Any]) -> Any:
     if state is None:
         raise ConfigurationError(f"{app.name!r} has a protected view; call Idempotency.init_app(app) first")
     environ, settings = owning_request.environ, state.settings
-    if owning_request.method not in settings.methods or _CLAIMED in environ:
+    if owning_request.method.upper() not in settings.methods:
+        return view()
+    running_one: Exchange | None = environ.get(CLAIMED)
+    if running_one is not None and running_one.covers(owning_request):
         return view()
     header: str | None = environ.get("HTTP_IDEMPOTENCY_KEY")
     required = settings.required if options.required is None else options.required
+    exchange = _exchange_of(app, state, owning_request, header)
+    exchange.begin()
+    match settings.mode:
+        case "off":
+            return _run_unprotected(state, options, exchange, header, view)
+        case "observe":
+            return _observe(state, options, exchange, header, required, view)
     if header is None and not required:
-        return view()
-    claimed = _claim(state, options, owning_request, header)
+        exchange.marked = True
+        return _run_unprotected(state, options, exchange, header, view)
+    claimed = _claim(state, options, exchange, header)
     if isinstance(claimed, Response):
+        exchange.answer = claimed
         return claimed
     if claimed is None:
-        environ[_CLAIMED] = owning_request, None
-        after_this_request(_mark_unprotected)
+        exchange.marked = True
+        return _run_unprotected(state, options, exchange, header, view)
+    return _run(state, options, exchange, claimed, view)
+
+
+def _run_unprotected(
+    state: State, options: Options, exchange: Exchange, header: str | None, view: Callable[[], Any]
+) -> Any:
+    """Run the view without a claim; what it does with `current_reservation` still works."""
+    find = functools.partial(_identity_of, state, options, header)
+    exchange.reservation = Unprotected(find, _route(exchange.request))
+    with running(exchange.reservation):
         return view()
-    ledger = state.ledger
+
+
+def _identity_of(state: State, options: Options, header: str | None) -> Identity:
+    """Return the identity that the row has or would have; without a key, another one for each request."""
+    namespace, principal = state.ledger.namespace, ""
+    try:
+        principal = valid_principal(state.extension.principal())
+        if header is not None:
+            return identify(
+                namespace, principal, parse_key(header, state.settings.contract.protocol), options.operation
+            )
+    except Exception as error:  # the view runs all the same, and its principal may be nobody
+        logger.debug("a request that runs unprotected has no row: %s", error)
+    return Identity(principal, options.operation, "", f"{namespace}:{os.urandom(16).hex()}")
+
+
+def _observe(
+    state: State, options: Options, exchange: Exchange, header: str | None, required: bool, view: Callable[[], Any]
+) -> Any:
+    """Claim and record as ever, but run the view whatever comes of it."""
+    claimed: object = None
+    token = observing.set(True)
+    try:
+        if header is not None:
+            claimed = _claim(state, replace(options, wait=0.0), exchange, header)
+        elif required:
+            state.ledger.report_missing_key(operation=options.operation, route=_route(exchange.request))
+    except Exception:
+        logger.exception("a request cannot be observed, and runs as it is")
+    finally:
+        observing.reset(token)
+    if isinstance(claimed, Reservation):
+        return _run(state, replace(options, recover=None), exchange, claimed, view)
+    return _run_unprotected(state, options, exchange, header, view)
+
+
+def _settle(app: Flask, state: State, r: Reservation, ending: Ending) -> None:
+    """Settle a row; the application's contexts may have ended."""
+    application, observe = serving.set(app), observing.set(state.settings.mode == "observe")
+    try:
+        state.ledger.settle(r, ending)
+    finally:
+        serving.reset(application)
+        observing.reset(observe)
+
+
+def _exchange_of(app: Flask, state: State, owning_request: Request, header: str | None) -> Exchange:
+    """Return what follows this request."""
+    exchange: Exchange | None = owning_request.environ.get(FOLLOWED)
+    if exchange is not None and exchange.request is owning_request:
+        return exchange
+    if header is not None and state.settings.mode != "off":
+        raise ConfigurationError(
+            f"{app.name!r} did not make this request's context with app.request_context, so its end cannot be seen"
+        )
+    return Exchange(app, owning_request)
+
+
+def _run(state: State, options: Options, exchange: Exchange, claimed: Reservation, view: Callable[[], Any]) -> Any:
+    """Run the view, or `recover` after a takeover, under its claim."""
+    ledger, settings = state.ledger, state.settings
     on_error = options.on_error or settings.on_error
-    recorder = ResponseRecorder(claimed, ledger.settle, on_error, settings.storable, ledger.policy.max_body)
-    environ[_CLAIMED] = owning_request, recorder
-    after_this_request(functools.partial(_settle_by, recorder))
+    settle = functools.partial(_settle, exchange.app, state)
+    recorder = ResponseRecorder(claimed, settle, on_error, settings.storable, ledger.policy.max_body)
+    current = observed(claimed) if settings.mode == "observe" else claimed
+    exchange.recorder, exchange.reservation = recorder, current
+    exchange.answer_held = functools.partial(_answer_held, state, claimed)
     ledger.start_heartbeat(claimed)
-    with running(claimed):
-        if options.recover is not None and claimed.taken_over:
-            try:
-                recovered = options.recover(claimed)
-            except HoldForReview:
-                recorder.hold_for_review()
-                left = max(claimed.lease.expires_at - time.monotonic(), 0.0)
-                return _respond_as_is(settings.contract.in_progress(left))
-            if recovered is not None:
-                return recovered
-        try:
-            return view()
-        except Exception:
-            raise  # the application's error handlers make the response, which settles the row
-        except BaseException:
-            _settle_without_response(recorder)
-            raise
+    try:
+        with running(current):
+            recovered = options.recover(claimed) if options.recover is not None and claimed.taken_over else None
+            returned = view() if recovered is None else recovered
+    except HoldForReview:
+        recorder.hold_for_review()
+        exchange.answer = _answer_held(state, claimed)
+        return exchange.answer
+    except Exception as error:
+        recorder.failure = error
+        raise  # the application's error handlers make the response
+    exchange.view_returned()
+    return returned
 
 
-def tear_down(error: BaseException | None) -> None:
-    """Settle the row if no response has done so, and free what the request holds."""
-    ended = _request()
-    environ = ended.environ
-    if "HTTP_IDEMPOTENCY_KEY" not in environ:
-        return
-    owning_request, recorder = environ.get(_CLAIMED, (None, None))
-    if recorder is None:
-        _clear(environ)
-    elif owning_request is ended:  # otherwise an outer application made the claim
-        if error is not None:
-            _settle_without_response(recorder)
-        recorder.when_settled(functools.partial(_clear, environ))  # a streamed response may still read the body
+def _answer_held(state: State, claimed: Reservation) -> Response:
+    return _refuse(state, state.settings.contract.in_progress(max(claimed.lease.expires_at - time.monotonic(), 0.0)))
 
 
-def _clear(environ: Environ) -> None:
-    """Remove the claim from the environ, so that a middleware which runs the request again claims again."""
-    environ.pop(_CLAIMED, None)
-    RequestBody(environ).close()
-
-
-def _claim(state: State, options: Options, request: Request, header: str | None) -> Reservation | Response | None:
+def _claim(state: State, options: Options, exchange: Exchange, header: str | None) -> Reservation | Response | None:
     """Return the reservation, or a refusal or replay, or None if the view may run unprotected."""
     settings, contract = state.settings, state.settings.contract
+    request = exchange.request
+    refuse = functools.partial(_refuse, state)
     try:
         principal = state.extension.principal()
         if principal is None:
-            return _respond_as_is(contract.principal_required())
+            return refuse(contract.principal_required())
         valid_principal(principal)
         if header is None:
-            return _respond_as_is(contract.key_required())
+            state.ledger.report_missing_key(str(principal), options.operation, _route(request))
+            return refuse(contract.key_required())
         key = parse_key(header, contract.protocol)
         outcome = state.ledger.claim(
             principal,
             key,
-            _fingerprint(settings, options, request),
+            _fingerprint(state, options, exchange),
             options.operation,
             options.lease,
             settings.wait if options.wait is None else options.wait,
@@ -163,34 +203,38 @@ def _claim(state: State, options: Options, request: Request, header: str | None)
         )
     except InvalidPrincipal as error:
         logger.warning("a request has no valid principal and is refused: %s", error)
-        return _respond_as_is(contract.principal_required())
+        return refuse(contract.principal_required())
     except InvalidKey as error:
-        return _respond_as_is(contract.key_invalid(error))
+        return refuse(contract.key_invalid(error))
     except BodyIncomplete:
-        return _respond_as_is(contract.body_incomplete())
+        return refuse(contract.body_incomplete())
     except LengthRequired:
-        return _respond_as_is(contract.length_required())
+        return refuse(contract.length_required())
     except BodyTooLarge:
-        raise RequestEntityTooLarge from None
+        return refuse(contract.body_too_large(settings.max_request))
+    except NoRoom as error:
+        logger.error("a request body does not fit into the temporary directory, and its request was not run: %s", error)
+        return refuse(contract.unavailable())
     except CorruptRow as error:
         logger.error("a row is corrupt, and its request was not run: %s", error)
-        return _respond_as_is(contract.row_corrupt())
+        return refuse(contract.row_corrupt())
     except LedgerUnavailable as error:
-        if not settings.fail_open or error.reason == "busy_pool":  # which says nothing about Redis
-            return _respond_as_is(contract.unavailable())
+        busy = error.reason == "busy_pool"  # which says nothing about Redis
+        if not settings.fail_open or busy or settings.mode == "observe":
+            return refuse(contract.unavailable())
         logger.error("a request runs unprotected, since %sFAIL_OPEN is set: %s", PREFIX, error)
         return None
     match outcome:
         case Reservation():
             return outcome
         case Replay() if outcome.response.omitted:
-            return _respond_as_is(contract.not_stored(outcome.response))
+            return refuse(contract.not_stored(outcome.response))
         case Replay():
             return _replay(outcome.response)
         case InProgress():
-            return _respond_as_is(contract.lost_race() if outcome.stale else contract.in_progress(outcome.retry_after))
+            return refuse(contract.lost_race() if outcome.stale else contract.in_progress(outcome.retry_after))
         case Reused():
-            return _respond_as_is(contract.key_reused())
+            return refuse(contract.key_reused())
 
 
 def _route(request: Request) -> str:
@@ -199,23 +243,79 @@ def _route(request: Request) -> str:
     return f"{request.method} {rule.rule}" if rule is not None else ""
 
 
-def _fingerprint(settings: Settings, options: Options, request: Request) -> str:
+def _fingerprint(state: State, options: Options, exchange: Exchange) -> str:
     """Return the request's fingerprint; the body is read to its end and can be read again by the view."""
+    settings, request = state.settings, exchange.request
     environ = request.environ
+    target = raw_target(environ)
     digest = begin_fingerprint(
         request.method,
-        raw_target(environ),
+        target,
         [(name, environ.get(_wsgi_name(name), "")) for name in settings.fingerprint_headers],
     )
-    body = RequestBody(environ)
-    body.buffer(digest.update, request.max_content_length)
-    _drop_stream(request)
+    body = exchange.body
+    if body is None:
+        state.views.learn(request.endpoint)
+        body = exchange.body = _unrecorded_body(request, settings)
+    limit = request.max_content_length
+    try:
+        body.buffer(digest.update, limit)
+    except BodyTooLarge:
+        if limit is not None and (limit <= settings.max_request or (request.content_length or 0) > limit):
+            raise RequestEntityTooLarge from None  # by the application's own limit
+        raise
+    finally:
+        _drop_stream(request)
     if options.fingerprint is None:
         return digest.hexdigest()
-    value = options.fingerprint()
-    body.rewind()
-    _drop_stream(request)
-    return value if isinstance(value, str) else fingerprint_value(value)
+    with _parsed_anew(request, body):
+        value = options.fingerprint()
+    if value == "":
+        raise ConfigurationError("fingerprint must return a non-empty str, or a JSON value; it returned ''")
+    return fingerprint_endpoint(request.method, target, options.operation, value)
+
+
+def _unrecorded_body(request: Request, settings: Settings) -> RequestBody:
+    """Return the body of a request whose view could not be seen to be protected, as behind some decorators."""
+    read: bytes | None = request.__dict__.get("_cached_data")
+    if read is not None:
+        request.environ["wsgi.input"] = io.BytesIO(read)
+    elif request.__dict__.keys() & {"form", "stream"}:
+        raise ConfigurationError(
+            f"the body of {request.endpoint!r} was read before its view, which a decorator hides; put "
+            "@functools.wraps(view) on the wrapper that the decorator returns"
+        )
+    return RequestBody(request.environ, settings.max_request)
+
+
+@contextmanager
+def _parsed_anew(request: Request, body: RequestBody) -> Iterator[None]:
+    """Undo in the end what the block does to the parsed body, so that the view finds it as it was."""
+    before = {name: request.__dict__[name] for name in _PARSED if name in request.__dict__}
+    if "_cached_json" in before:
+        request._cached_json = copy.deepcopy(request._cached_json)
+    files = [(file, file.tell()) for file in _files(before.get("files"))]
+    try:
+        yield
+    finally:
+        if (parsed := request.__dict__.get("files")) is not before.get("files"):
+            for file in _files(parsed):
+                file.close()
+        for name in _PARSED:
+            request.__dict__.pop(name, None)
+        request.__dict__.update(before)
+        for file, position in files:
+            file.seek(position)
+        body.rewind()
+        _drop_stream(request)
+
+
+_PARSED = ("_cached_data", "_cached_json", "form", "files", "values", "data")
+"""What Werkzeug keeps of a parsed body, in the request's `__dict__`."""
+
+
+def _files(files: Any) -> Iterable[Any]:
+    return [] if files is None else [file for name in files for file in files.getlist(name)]
 
 
 def _drop_stream(request: Request) -> None:
@@ -241,8 +341,8 @@ def _replay(stored: StoredResponse) -> Response:
     return response
 
 
-def _respond_as_is(stored: StoredResponse) -> Response:
-    return _respond(stored, stored.headers)
+def _refuse(state: State, refusal: Refusal) -> Response:
+    return _respond(refusal, refusal.headers)
 
 
 def _respond(stored: StoredResponse, headers: Iterable[tuple[str, str]]) -> Response:
@@ -251,87 +351,12 @@ def _respond(stored: StoredResponse, headers: Iterable[tuple[str, str]]) -> Resp
     return response
 
 
-def _mark_unprotected(response: Response) -> Response:
-    response.headers["Idempotency-Status"] = "unprotected"
-    return response
-
-
-# Settling
-
-
-def _settle_by(recorder: ResponseRecorder, response: Response) -> Response:
-    """Settle the row according to the view's response, and return it; a stream settles the row when it ends."""
-    if recorder.settled:
-        return response
-    match recorder.choice(response.status_code):
-        case "store":
-            _record(recorder, response)
-        case "omit":
-            recorder.omit(response.status_code, "not_wanted")
-        case choice:
-            recorder.give_up(choice)
-    return response
-
-
-def _settle_without_response(recorder: ResponseRecorder) -> None:
-    """Settle a request whose exception was not turned into a response, as a 500."""
-    if recorder.settled or recorder.streaming:
-        return
-    _settle_by(recorder, cast(Response, InternalServerError().get_response()))
-
-
-def _record(recorder: ResponseRecorder, response: Response) -> None:
-    status, limit = response.status_code, recorder.max_body
-    if status in NULL_BODY_STATUSES:
-        recorder.store(status, response.headers, b"")
-    elif response.is_sequence:
-        pieces = list(response.iter_encoded())
-        if sum(map(len, pieces)) <= limit:
-            recorder.store(status, response.headers, b"".join(pieces))
-        else:
-            recorder.omit(status, "too_large")
-    elif response.content_length is None:
-        response.response = recorder.collect(response.response, status, response.headers)
-    elif response.content_length <= limit:
-        _record_short(recorder, response, response.content_length)
-    else:
-        recorder.omit(status, "too_large")
-
-
-def _record_short(recorder: ResponseRecorder, response: Response, length: int) -> None:
-    """Read a short stream to its end, so that it is stored before the client receives it.
-
-    If the stream breaks, the client has received nothing yet, so the exception counts as one of the view.
-    """
-    close = getattr(response.response, "close", None)
-    rest = iter(response.iter_encoded())
-    pieces: list[bytes] = []
-    try:
-        while length >= 0 and (piece := next(rest, None)) is not None:
-            pieces.append(piece)
-            length -= len(piece)
-    except BaseException:
-        response.close()
-        raise
-    response.direct_passthrough = False
-    if length < 0:  # longer than its Content-Length, so it is streamed and not stored
-        response.response = itertools.chain(pieces, rest)
-        if close is not None:
-            response.call_on_close(close)
-        recorder.omit(response.status_code, "too_large")
-        return
-    response.response = pieces
-    if close is not None:
-        close()
-    recorder.store(response.status_code, response.headers, b"".join(pieces))
-
-
 def _of_request() -> Reservation | None:
     """Return the current request's reservation, also after its view has returned."""
     if not has_request_context():
         return None
-    _, recorder = request.environ.get(_CLAIMED, (None, None))
-    return None if recorder is None else cast(ResponseRecorder, recorder).reservation
+    exchange: Exchange | None = request.environ.get(CLAIMED)
+    return None if exchange is None else exchange.reservation
 
 
 look_also_in(_of_request)

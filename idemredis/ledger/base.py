@@ -10,8 +10,8 @@ from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 from ..core import flows
-from ..core.flows import Flow
-from ..core.keys import identify, valid_route
+from ..core.flows import Emit, Flow
+from ..core.keys import Identity, identify, valid_route
 from ..core.outcomes import InProgress, Outcome, Replay
 from ..core.reservation import Reservation, allow
 from ..core.scripts import Script
@@ -107,6 +107,16 @@ class BaseLedger(Generic[C]):
     def client(self) -> Any:
         """The redis-py client that the ledger uses."""
         return self._client
+
+    def report_missing_key(self, principal: str = "", operation: str = "", route: str = "") -> None:
+        """Emit `key_missing`: a request came without the key that it needs; for framework adapters.
+
+        Args:
+            principal: whose request it is; "" if unknown.
+            operation: third part of the row's identity, if it would have one.
+            route: the endpoint, for people and metrics.
+        """
+        self._emit(Emit("key_missing", Identity(principal, operation, "", ""), 0, valid_route(route)))
 
     def _make_background(self, name: str) -> Any:
         raise NotImplementedError

@@ -63,7 +63,7 @@ class _CurrentReservation:
         setattr(_get(), name, value)
 
     def __bool__(self) -> bool:
-        return _find() is not None
+        return bool(_find())
 
     def __eq__(self, other: object) -> bool:
         return _find() == other
@@ -86,6 +86,8 @@ class _CurrentReservation:
 
 current_reservation: Reservation = cast(Reservation, _CurrentReservation())
 """The `Reservation` of the protected view or `once` function that is running; falsy if there is none.
+
+Where a protected view runs unprotected, it is falsy too, and its attributes still work: see `Unprotected`.
 
 Raises:
     NoReservation: an attribute is accessed, and there is no current reservation.

@@ -16,7 +16,7 @@ from typing import Any, get_args
 from blinker import NamedSignal, Namespace
 from flask import current_app, has_app_context
 
-from ..events import Event, EventName
+from ..events import Event, EventName, serving
 
 __all__ = ["send", "signals"]
 
@@ -33,5 +33,5 @@ def send(event: Event) -> None:
     signal = signals[event.name]
     if signal.receivers:
         application: Any = current_app
-        sender = application._get_current_object() if has_app_context() else None
+        sender = application._get_current_object() if has_app_context() else serving.get()
         signal.send(sender, event=event)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import logging
 import re
+import tempfile
 from collections.abc import Callable, Iterator
-from tempfile import SpooledTemporaryFile
 from typing import IO, Any, TypeAlias
 from urllib.parse import quote
 
-__all__ = ["BodyIncomplete", "BodyTooLarge", "Environ", "LengthRequired", "RequestBody", "raw_target"]
+__all__ = ["BodyIncomplete", "BodyTooLarge", "Environ", "LengthRequired", "NoRoom", "RequestBody", "raw_target"]
 
 logger = logging.getLogger("idemredis")
 
@@ -20,7 +20,7 @@ CHUNK = 64 * 1024
 """Bytes read at a time. Most bodies fit, and need no temporary file."""
 
 SPOOL = 256 * 1024
-"""Bytes of a body kept in memory; the rest goes to a temporary file."""
+"""Bytes of a body kept in memory; a larger body goes to a temporary file."""
 
 _ORIGIN = re.compile(r"\A[a-z][a-z0-9+\-.]*://[^/?#]*", re.IGNORECASE)
 
@@ -32,92 +32,234 @@ class BodyIncomplete(Exception):
 
 
 class BodyTooLarge(Exception):
-    """The body is larger than the application accepts."""
+    """The body is larger than the limit."""
 
 
 class LengthRequired(Exception):
     """The body has no length, and the server does not mark its end."""
 
 
-class _Recorder(io.RawIOBase):
-    """A `wsgi.input` that records what is read through it, in case the body is read before the claim."""
+class NoRoom(Exception):
+    """There is no room on the disk for the body."""
 
-    def __init__(self, source: Any) -> None:
+
+class _Spool:
+    """Bytes that are kept in memory, or in a temporary file if there are many; `file` reads them after `rewind`.
+
+    `tempfile.SpooledTemporaryFile` is not used, since reading it line by line is slow.
+    """
+
+    def __init__(self) -> None:
+        self.file: IO[bytes] = io.BytesIO()
+        self.size = 0
+        self._disk: io.FileIO | None = None  # without a buffer, so that a write that does not fit fails at once
+        self._in_memory = True
+
+    def write(self, data: bytes) -> None:
+        """Append bytes.
+
+        Raises:
+            NoRoom: the disk is full or cannot be written. The bytes before these can still be read.
+        """
+        if self._in_memory and self.size + len(data) > SPOOL:
+            self._move_to_disk()
+        if self._disk is None:
+            self.file.write(data)
+        else:
+            _write_all(self._disk, data)
+        self.size += len(data)
+
+    def rewind(self) -> None:
+        """Go to the start, to read; nothing is written afterwards."""
+        if self._disk is not None:
+            self._disk.truncate(self.size)  # without what a failed write has left
+            self.file = io.BufferedReader(self._disk, CHUNK)
+            self._disk = None
+        self.file.seek(0)
+
+    def close(self) -> None:
+        if self._disk is not None:
+            self._disk.close()
+        self.file.close()
+
+    def _move_to_disk(self) -> None:
+        self._in_memory = False
+        try:
+            folder = tempfile.gettempdir()
+        except FileNotFoundError:  # no temporary directory at all: the body stays in memory, up to its limit
+            return
+        try:
+            disk = tempfile.TemporaryFile(buffering=0, dir=folder)  # noqa: SIM115  # closed by `close`
+        except OSError as error:
+            raise NoRoom(str(error)) from error
+        try:
+            self.file.seek(0)
+            _write_all(disk, self.file.read())
+        except NoRoom:
+            disk.close()
+            raise
+        self._disk = disk
+
+
+def _write_all(disk: io.FileIO, data: bytes) -> None:
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[disk.write(rest) :]
+    except OSError as error:
+        raise NoRoom(str(error)) from error
+
+
+class _Recorder(io.RawIOBase):
+    """A source that records what is read through it, in case the body is read before the claim.
+
+    Attributes:
+        source: the server's `wsgi.input`.
+        spool: what has been read; None if nothing has been, or if it could not be recorded.
+        refused: why it could not be recorded.
+    """
+
+    def __init__(self, source: Any, expected: int | None, limit: int) -> None:
         self.source = source
-        self.recorded: IO[bytes] | None = None
+        self.spool: _Spool | None = None
+        self.refused: Exception | None = None
+        self._left = expected
+        self._limit = limit
         self._recording = True
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        chunk: bytes = self.source.read(len(buffer))
-        if self._recording:
-            if self.recorded is None:
-                self.recorded = SpooledTemporaryFile(SPOOL)  # noqa: SIM115  # closed when the request is torn down
-            self.recorded.write(chunk)
+        size = len(buffer) if self._left is None else min(len(buffer), self._left)
+        chunk: bytes = self.source.read(size) if size else b""
+        if self._left is not None:
+            self._left -= len(chunk)
+        if self._recording and chunk:
+            self._record(chunk)
         buffer[: len(chunk)] = chunk
         return len(chunk)
-
-    def close(self) -> None:
-        self.stop()
-        super().close()
 
     def stop(self) -> None:
         """Stop recording; the source can still be read, since an unprotected view may stream its request body."""
         self._recording = False
-        if self.recorded is not None:
-            self.recorded.close()
-            self.recorded = None
+        if self.spool is not None:
+            self.spool.close()
+            self.spool = None
+
+    def _record(self, chunk: bytes) -> None:
+        if self.spool is None:
+            self.spool = _Spool()
+        try:
+            if self.spool.size + len(chunk) > self._limit:
+                raise BodyTooLarge
+            self.spool.write(chunk)
+        except (BodyTooLarge, NoRoom) as error:
+            self.refused = error
+            self.stop()
+
+
+class _Joined(io.RawIOBase):
+    """What was taken out of a source, followed by the rest of the source."""
+
+    def __init__(self, taken: _Spool, piece: bytes, source: Any) -> None:
+        taken.rewind()
+        self._parts: list[Any] = [taken.file, io.BytesIO(piece), source]
+        self._taken = taken
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while self._parts:
+            chunk: bytes = self._parts[0].read(len(buffer))
+            if chunk:
+                buffer[: len(chunk)] = chunk
+                return len(chunk)
+            del self._parts[0]
+        return 0
+
+    def close(self) -> None:
+        self._taken.close()
+        super().close()
 
 
 class RequestBody:
     """The body of one WSGI request, which replaces the server's `wsgi.input`.
 
     Small bodies stay in memory and larger ones go to a temporary file, so memory does not grow with the body.
+
+    Args:
+        environ: the request's environ.
+        limit: maximum size in bytes of a body that is recorded.
     """
 
-    def __init__(self, environ: Environ) -> None:
+    def __init__(self, environ: Environ, limit: int) -> None:
         self._environ = environ
+        self._limit = limit
+        self._recorder: _Recorder | None = None
+        self._whole: _Spool | None = None
+        self._joined: io.BufferedReader | None = None
 
-    def record(self) -> None:
-        """Record what is read of the body from now on, so that `buffer` has all of it."""
-        self._environ["wsgi.input"] = _Recorder(self._environ["wsgi.input"])
+    def record(self, limit: int | None) -> None:
+        """Record what is read of the body from now on, so that `buffer` has all of it.
+
+        Nothing is recorded of a body that is larger than a limit by its Content-Length.
+
+        Args:
+            limit: a further limit in bytes, of the application; None for none.
+        """
+        most = self._limit if limit is None else min(limit, self._limit)
+        try:
+            expected = _expected(self._environ)
+        except LengthRequired:
+            return
+        if expected is None or 0 < expected <= most:
+            self._recorder = _Recorder(self._environ["wsgi.input"], expected, most)
+            self._environ["wsgi.input"] = io.BufferedReader(self._recorder, CHUNK)
 
     def buffer(self, update: Callable[[bytes], object], limit: int | None) -> None:
         """Read the body to its end, and make it readable again from its start.
 
+        If that fails, the body can still be read as far as it is there.
+
         Args:
             update: called with each piece of the body, including those that were read before.
-            limit: maximum size in bytes; None for no limit.
+            limit: a further limit in bytes, of the application; None for none.
 
         Raises:
-            BodyIncomplete, BodyTooLarge, LengthRequired: refuse the request without a claim.
+            BodyIncomplete, BodyTooLarge, LengthRequired, NoRoom: refuse the request without a claim.
         """
-        source, recorded = self._environ["wsgi.input"], None
-        if isinstance(source, _Recorder):
-            source, recorded = source.source, source.recorded
+        recorder, source, taken = self._recorder, self._environ["wsgi.input"], None
+        if recorder is not None:
+            if recorder.refused is not None:
+                raise recorder.refused
+            if _is_over(source, recorder):  # otherwise a function of the application has put in a body of its own
+                source, taken = recorder.source, recorder.spool
         expected = _expected(self._environ)
-        if limit is not None and expected is not None and expected > limit:
+        most = self._limit if limit is None else min(limit, self._limit)
+        if expected is not None and expected > most:
             raise BodyTooLarge
-        pieces = _pieces(source, recorded, expected, limit)
-        first = next(pieces, b"")
-        update(first)
-        body: IO[bytes] = io.BytesIO(first)
-        if len(first) != expected:
-            body = SpooledTemporaryFile(SPOOL)  # noqa: SIM115  # closed when the request is torn down
-            try:
-                body.write(first)
-                for piece in pieces:
-                    update(piece)
-                    body.write(piece)
-                if expected is not None and body.tell() < expected:
-                    raise BodyIncomplete
-            except BaseException:
-                body.close()
-                raise
-            body.seek(0)
-        self._environ["wsgi.input"] = body
+        whole, piece = _Spool(), b""
+        try:
+            for piece in _pieces(source, taken, expected):
+                if whole.size + len(piece) > most:
+                    raise BodyTooLarge
+                whole.write(piece)
+                update(piece)
+                piece = b""  # it is part of `whole` now
+            if expected is not None and whole.size < expected:
+                raise BodyIncomplete
+            whole.rewind()
+        except BaseException:
+            self._joined = io.BufferedReader(_Joined(whole, piece, source), CHUNK)
+            self._environ["wsgi.input"] = self._joined
+            raise
+        finally:
+            if recorder is not None:
+                recorder.stop()
+        self._whole = whole
+        self._environ["wsgi.input"] = whole.file
 
     def rewind(self) -> None:
         """Make the body readable from its start again, after `buffer`."""
@@ -125,11 +267,16 @@ class RequestBody:
 
     def close(self) -> None:
         """Free the memory or temporary file that `record` or `buffer` uses."""
-        body = self._environ.get("wsgi.input")
-        if type(body) is _Recorder:
-            body.stop()
-        elif type(body) is SpooledTemporaryFile:
-            body.close()
+        if self._recorder is not None:
+            self._recorder.stop()
+        if self._whole is not None:
+            self._whole.close()
+        if self._joined is not None:
+            self._joined.close()
+
+
+def _is_over(source: object, recorder: _Recorder) -> bool:
+    return isinstance(source, io.BufferedReader) and source.raw is recorder
 
 
 def raw_target(environ: Environ) -> str:
@@ -173,19 +320,18 @@ def _expected(environ: Environ) -> int | None:
     return 0
 
 
-def _pieces(source: Any, recorded: IO[bytes] | None, expected: int | None, limit: int | None) -> Iterator[bytes]:
+def _pieces(source: Any, taken: _Spool | None, expected: int | None) -> Iterator[bytes]:
     """Yield what was read before, then the rest of the source.
 
     Raises:
-        BodyIncomplete, BodyTooLarge: reading failed, or the body exceeds the limit.
+        BodyIncomplete: reading failed.
     """
     read = 0
-    if recorded is not None:
-        recorded.seek(0)
-        while piece := recorded.read(CHUNK):
+    if taken is not None:
+        taken.rewind()
+        while piece := taken.file.read(CHUNK):
             read += len(piece)
             yield piece
-        recorded.close()
     while expected is None or read < expected:
         try:
             piece = source.read(CHUNK if expected is None else min(CHUNK, expected - read))
@@ -194,8 +340,6 @@ def _pieces(source: Any, recorded: IO[bytes] | None, expected: int | None, limit
         if not piece:
             return
         read += len(piece)
-        if limit is not None and read > limit:
-            raise BodyTooLarge
         yield piece
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ..core.keys import valid_key
 from ..core.response import StoredResponse
 from ..errors import InvalidKey
 
-__all__ = ["REFUSALS", "SAFE_METHODS", "Contract", "Protocol", "parse_key"]
+__all__ = ["REFUSALS", "SAFE_METHODS", "Contract", "Protocol", "Refusal", "parse_key"]
 
 Protocol: TypeAlias = Literal["default", "ietf"]
 
@@ -37,11 +38,27 @@ REFUSALS = {
     "idempotency_key_in_progress": (409, "A request with this idempotency key is in progress"),
     "idempotency_key_retry": (409, "Another retry took the request over"),
     "idempotency_length_required": (411, "The request needs a Content-Length"),
+    "idempotency_body_too_large": (413, "The request body is too large"),
     "idempotency_row_corrupt": (500, "The stored record cannot be read"),
     "idempotency_response_not_stored": (500, "The original response was not stored"),
     "idempotency_unavailable": (503, "The idempotency store is unavailable"),
 }
 """Status and title of each refusal; under "ietf", reuse is 422."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal(StoredResponse):
+    """A refusal as a response, and the parts for an application that shapes its own.
+
+    Attributes:
+        code: one of `REFUSALS`.
+        message: what the client should do.
+        facts: further members of the body, such as `lease_ms`.
+    """
+
+    code: str = ""
+    message: str = ""
+    facts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,33 +75,38 @@ class Contract:
     docs_url: str | None = None
     retry_after: float = 2.0
 
-    def key_required(self) -> StoredResponse:
+    def key_required(self) -> Refusal:
         return self.refuse("idempotency_key_required", "send an Idempotency-Key header that names this operation")
 
-    def key_invalid(self, error: InvalidKey) -> StoredResponse:
+    def key_invalid(self, error: InvalidKey) -> Refusal:
         return self.refuse("idempotency_key_invalid", str(error))
 
-    def principal_required(self) -> StoredResponse:
+    def principal_required(self) -> Refusal:
         return self.refuse(
             "idempotency_principal_required", "an idempotency key belongs to an account; authenticate first"
         )
 
-    def body_incomplete(self) -> StoredResponse:
+    def body_incomplete(self) -> Refusal:
         return self.refuse(
             "idempotency_body_incomplete", "the request body did not arrive completely; send the request again"
         )
 
-    def length_required(self) -> StoredResponse:
+    def length_required(self) -> Refusal:
         return self.refuse(
             "idempotency_length_required", "this server does not support chunked request bodies; send a Content-Length"
         )
 
-    def key_reused(self) -> StoredResponse:
+    def body_too_large(self, limit: int) -> Refusal:
+        return self.refuse(
+            "idempotency_body_too_large", f"a request with an idempotency key may have a body of {limit} bytes at most"
+        )
+
+    def key_reused(self) -> Refusal:
         return self.refuse(
             "idempotency_key_reused", "this key was used for another request; use a new key for a new operation"
         )
 
-    def in_progress(self, lease: float) -> StoredResponse:
+    def in_progress(self, lease: float) -> Refusal:
         """Return the refusal for a request whose key is in use; `lease` is the seconds left on the lease."""
         wait = min(lease, self.retry_after)
         return self.refuse(
@@ -95,21 +117,21 @@ class Contract:
             retry_after_ms=round(wait * 1000),
         )
 
-    def lost_race(self) -> StoredResponse:
+    def lost_race(self) -> Refusal:
         return self.refuse("idempotency_key_retry", "another retry took the request over; retry later", retry_after=0.0)
 
-    def row_corrupt(self) -> StoredResponse:
+    def row_corrupt(self) -> Refusal:
         return self.refuse(
             "idempotency_row_corrupt",
             "the stored record of this key cannot be read, and the request was not run; contact support",
         )
 
-    def unavailable(self) -> StoredResponse:
+    def unavailable(self) -> Refusal:
         return self.refuse(
             "idempotency_unavailable", "the request was not run; send it again", retry_after=self.retry_after
         )
 
-    def not_stored(self, original: StoredResponse) -> StoredResponse:
+    def not_stored(self, original: StoredResponse) -> Refusal:
         return self.refuse(
             "idempotency_response_not_stored",
             f"the request was completed before with status {original.status}; "
@@ -117,7 +139,7 @@ class Contract:
             original_status=original.status,
         )
 
-    def refuse(self, code: str, message: str, *, retry_after: float | None = None, **facts: int) -> StoredResponse:
+    def refuse(self, code: str, message: str, *, retry_after: float | None = None, **facts: int) -> Refusal:
         """Return the response for one of `REFUSALS`, with `facts` as further members of its body."""
         status, title = REFUSALS[code]
         headers: list[tuple[str, str]] = []
@@ -134,7 +156,7 @@ class Contract:
             headers.append(("Content-Type", "application/json"))
         if retry_after is not None:
             headers.append(("Retry-After", str(max(1, math.ceil(retry_after)))))
-        return StoredResponse(status, tuple(headers), json.dumps(body).encode())
+        return Refusal(status, tuple(headers), json.dumps(body).encode(), "", code, message, facts)
 
 
 def parse_key(header: str, protocol: Protocol) -> str:

@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from ..core.fingerprint import FINGERPRINT_HEADERS
 from ..core.response import REPLAY_HEADERS, storable_names
@@ -16,12 +16,18 @@ from ..policy import Policy, check_seconds
 from ..store.clients import SOCKET_TIMEOUT
 from .contract import SAFE_METHODS, Contract, Protocol
 
-__all__ = ["DEFAULTS", "LEDGER_SETTINGS", "PREFIX", "Settings", "in_settings"]
+__all__ = ["DEFAULTS", "LEDGER_SETTINGS", "MODES", "PREFIX", "Mode", "Settings", "in_settings"]
 
 PREFIX = "IDEMREDIS_"
 
+Mode: TypeAlias = Literal["enforce", "observe", "off"]
+"""Refuse and replay; or claim and record, but always run the view; or touch nothing."""
+
+MODES = ("enforce", "observe", "off")
+
 DEFAULTS: Mapping[str, Any] = {
     "URL": None,
+    "MODE": "enforce",
     "NAMESPACE": "idem",
     "LEASE_SECONDS": 30,
     "RETENTION_SECONDS": 86400,
@@ -35,6 +41,7 @@ DEFAULTS: Mapping[str, Any] = {
     "FINGERPRINT_HEADERS": FINGERPRINT_HEADERS,
     "REPLAY_HEADERS": REPLAY_HEADERS,
     "MAX_BODY_BYTES": 16384,
+    "MAX_REQUEST_BYTES": 64 * 1024 * 1024,
     "ON_ERROR": "release",
     "WAIT_SECONDS": 0,
     "RETRY_AFTER_SECONDS": 2,
@@ -82,6 +89,7 @@ class Settings:
     """The checked settings of an application; `configured` has the names that it set."""
 
     url: str | None
+    mode: Mode
     namespace: str
     policy: Policy
     contract: Contract
@@ -90,6 +98,7 @@ class Settings:
     protect_all: bool
     fingerprint_headers: tuple[str, ...]
     storable: frozenset[str]
+    max_request: int
     on_error: OnError
     wait: float
     fail_open: bool
@@ -112,8 +121,14 @@ class Settings:
         for name, (check, fix) in _CHECKS.items():
             if not check(values[name]):
                 raise ConfigurationError(f"{PREFIX}{name} must be {fix}, not {values[name]!r}")
+        if never := [name for name in values["REPLAY_HEADERS"] if not storable_names([name])]:
+            raise ConfigurationError(
+                f"{PREFIX}REPLAY_HEADERS must be without {never[0]!r}, which belongs to one client or one delivery; "
+                f"remove it from {values['REPLAY_HEADERS']!r}"
+            )
         return cls(
             url=values["URL"],
+            mode=values["MODE"],
             namespace=values["NAMESPACE"],
             policy=_policy(values),
             contract=Contract(_protocol(values["PROTOCOL"]), values["DOCS_URL"], values["RETRY_AFTER_SECONDS"]),
@@ -122,6 +137,7 @@ class Settings:
             protect_all=values["PROTECT_ALL"],
             fingerprint_headers=tuple(values["FINGERPRINT_HEADERS"]),
             storable=storable_names(values["REPLAY_HEADERS"]),
+            max_request=values["MAX_REQUEST_BYTES"],
             on_error=values["ON_ERROR"],
             wait=values["WAIT_SECONDS"],
             fail_open=values["FAIL_OPEN"],
@@ -182,6 +198,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: value is None or (isinstance(value, str) and bool(value)),
         "a redis://, rediss://, unix:// or memory:// URL",
     ),
+    "MODE": (lambda value: value in MODES, '"enforce", "observe" or "off"'),
     "NAMESPACE": (lambda value: isinstance(value, str) and bool(value), "a non-empty str"),
     "METHODS": (_are_methods, 'a tuple of unsafe methods in upper case, such as ("POST", "PATCH")'),
     "REQUIRED": (_is_bool, "True or False"),
@@ -193,6 +210,7 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "FINGERPRINT_HEADERS": (_are_headers, 'a tuple of header names, such as ("content-type",)'),
     "REPLAY_HEADERS": (_are_headers, 'a tuple of header names, such as ("content-type", "location")'),
+    "MAX_REQUEST_BYTES": (lambda value: type(value) is int and value > 0, "a whole number of bytes above 0"),
     "ON_ERROR": (lambda value: value in ON_ERROR, '"release", "hold" or "store"'),
     "WAIT_SECONDS": (
         lambda value: (not _is_bool(value) and value == 0) or _is_seconds(value),

@@ -25,6 +25,7 @@ STATUSES = {
     "IdempotencyPrincipalRequired": 401,
     "IdempotencyConflict": 409,
     "IdempotencyLengthRequired": 411,
+    "IdempotencyBodyTooLarge": 413,
     "IdempotencyNoResponse": 500,
     "IdempotencyUnavailable": 503,
 }
@@ -49,6 +50,7 @@ def refusals() -> list[StoredResponse]:
         contract.in_progress(12.3),
         contract.lost_race(),
         contract.length_required(),
+        contract.body_too_large(1024),
         contract.row_corrupt(),
         contract.not_stored(StoredResponse(201, omitted="too_large")),
         contract.unavailable(),

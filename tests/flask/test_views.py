@@ -13,7 +13,8 @@ from tests.support.site import MakeSite
 def test_a_view_without_a_required_key_runs_unprotected_and_with_one_is_protected(make_site: MakeSite) -> None:
     site = make_site(principal=lambda: request.headers.get("Authorization"))
     site.view(lambda: str(bool(current_reservation)), required=False)
-    assert [site.send(None).text for _ in range(2)] == ["False"] * 2
+    answers = [site.send(None) for _ in range(2)]
+    assert [(answer.text, answer.headers["Idempotency-Status"]) for answer in answers] == [("False", "unprotected")] * 2
     assert site.sent == []
     assert [site.send(headers=[("Authorization", "a")]).text for _ in range(2)] == ["True"] * 2
     assert (site.send("").status_code, site.send().status_code, len(site.runs)) == (401, 401, 3)

@@ -17,6 +17,7 @@ KEY = {"Idempotency-Key": "k1"}
 
 BAD: dict[str, tuple[Any, ...]] = {
     "URL": ("", 7, b"redis://x", "http://localhost", "localhost:6379"),
+    "MODE": ("Enforce", "", None, 7, ["off"]),
     "NAMESPACE": ("", None, 7, b"idem"),
     "LEASE_SECONDS": (0, -1, float("nan"), float("inf"), "30", True, None, 86400, 86401),
     "RETENTION_SECONDS": (0, -1, float("nan"), float("inf"), "1", None, 30, 29, 1e12),
@@ -28,8 +29,9 @@ BAD: dict[str, tuple[Any, ...]] = {
     "PROTOCOL": ("IETF", "", None, 7, ["ietf"]),
     "DOCS_URL": ("", "docs", "javascript:alert(1)", 'https://x/"><script>', "https://x\r\nSet-Cookie: a=b", 7),
     "FINGERPRINT_HEADERS": ("content-type", ("a b",), ("a\r\n",), (7,), None, ("",)),
-    "REPLAY_HEADERS": ("location", ("a:",), (None,), None),
+    "REPLAY_HEADERS": ("location", ("a:",), (None,), None, ("Set-Cookie",), ("location", "Content-Length")),
     "MAX_BODY_BYTES": (-1, 1.5, "1", True, None),
+    "MAX_REQUEST_BYTES": (0, -1, 1.5, "1", True, None),
     "ON_ERROR": ("retry", None, 7),
     "WAIT_SECONDS": (-1, float("nan"), "1", None, False, True),
     "RETRY_AFTER_SECONDS": (0, -1, float("inf"), "2", None),
@@ -70,7 +72,11 @@ def test_a_replica_timeout_above_the_socket_timeout_is_refused_with_both_names()
 
 @pytest.mark.parametrize(
     ("name", "hint"),
-    [("LEASE", "did you mean IDEMREDIS_LEASE_SECONDS"), ("FAILOPEN", "IDEMREDIS_FAIL_OPEN"), ("X", "URL, NAMESPACE")],
+    [
+        ("LEASE", "did you mean IDEMREDIS_LEASE_SECONDS"),
+        ("FAILOPEN", "IDEMREDIS_FAIL_OPEN"),
+        ("X", "URL, MODE, NAMESPACE"),
+    ],
 )
 def test_an_unknown_setting_is_refused_with_the_one_that_was_meant(name: str, hint: str) -> None:
     app = Flask("shop")

@@ -1,0 +1,417 @@
+"""Follow one request through Flask: its body, its content, and how the application finished with it."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from flask import Flask, Request, Response, request
+
+from ..core.reservation import Reservation
+from ..core.response import NULL_BODY_STATUSES
+from ..errors import HoldForReview
+from ..web.body import Environ, RequestBody
+from ..web.recorder import ResponseRecorder
+from ._state import EXTENSION, State
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIApplication
+    from flask.ctx import RequestContext
+
+__all__ = [
+    "CLAIMED",
+    "FOLLOWED",
+    "Exchange",
+    "current_answer",
+    "exchanges",
+    "process_response",
+    "record",
+    "request_context",
+    "watch",
+]
+
+CLAIMED = "idemredis.claimed"
+"""Environ key of the exchange that has claimed, or was answered, or runs unprotected. A copy of the environ has it too,
+so that an application within the view of another runs under the other's claim."""
+
+FOLLOWED = "idemredis.followed"
+"""Environ key of the exchange of the request context that was made last for this environ."""
+
+_WATCHED = "idemredis.watched"
+
+exchanges: ContextVar[Exchange | None] = ContextVar("idemredis_exchange", default=None)
+"""The exchange of the protected view that began last; it may be that of a request around the current one."""
+
+# The object behind Flask's proxy: each access through a proxy costs a microsecond.
+_request: Callable[[], Request] = request._get_current_object  # type: ignore[attr-defined]
+
+
+class Exchange:
+    """One request with a key, from when its context is made until its row is settled.
+
+    Attributes:
+        request: the request that is served.
+        body: its body; None if it is not recorded.
+        answer: a refusal or replay, which is sent whatever the application makes of it.
+        recorder: settles the claim; None if there is none.
+        reservation: what `current_reservation` stands for.
+        marked: the response says that the view ran unprotected.
+        answer_held: makes the answer for a `HoldForReview` that is raised after the view.
+        ended: True once Flask has finished with the request.
+    """
+
+    def __init__(self, app: Flask, request: Request, context: RequestContext | None = None) -> None:
+        self.app = app
+        self.request = request
+        self.body: RequestBody | None = None
+        self.answer: Response | None = None
+        self.recorder: ResponseRecorder | None = None
+        self.reservation: Reservation | None = None
+        self.marked = False
+        self.answer_held: Callable[[], Response] | None = None
+        self.ended = False
+        self._context = context
+        self._began = sys.exc_info()[1]  # an exception that is handled around the request is not one of it
+        self._depth = 0
+        self._watch: _Watch | None = None
+        self._outer: Exchange | None = None
+        self._functions_before = 0
+        self._functions_of_view: int | None = None
+        self._passing: frozenset[int] | None = None
+        self._placed = False
+        self._processed = False
+        self._status: int | None = None
+        self._retry_after = False
+        self._streams_body = False
+        self._error: BaseException | None = None
+
+    # The request's context
+
+    def follow(self, context: RequestContext) -> None:
+        """Be told when the context is entered and left; the teardown functions run when it is left."""
+        self._enter, self._leave = context.push, context.pop
+        context.push = self._push  # type: ignore[method-assign]
+        context.pop = self._pop  # type: ignore[method-assign, assignment]
+        self.request.environ[FOLLOWED] = self
+
+    def _push(self) -> None:
+        self._depth += 1
+        self._enter()
+        state: State = self.app.extensions[EXTENSION]
+        settings = state.settings
+        if self.body is None and state.views.are_protected(self.app, self.request, settings.protect_all):
+            self.body = RequestBody(self.request.environ, settings.max_request)
+            self.body.record(self.request.max_content_length)
+
+    def _pop(self, *args: Any) -> None:
+        self._depth -= 1
+        error = self._raised()
+        try:
+            self._leave(*args)
+        except BaseException as failed:
+            error = failed
+            raise
+        finally:
+            # A stream with a context of its own keeps the context until it ends; the row then waits for the stream.
+            if self._depth == 0 or self._processed:
+                self._end(error)
+            if self._depth == 0 and self._context is not None:  # so that the context is in no circle
+                vars(self._context).pop("push", None)
+                vars(self._context).pop("pop", None)
+
+    def _raised(self) -> BaseException | None:
+        """Return the exception of this request that is being handled, or that is on its way out of it."""
+        error = sys.exc_info()[1]
+        return None if error is self._began else error
+
+    def begin(self) -> None:
+        """Follow the response from now on: the view is about to run, or is refused or replayed."""
+        environ = self.request.environ
+        self._outer = exchanges.get()
+        watch: _Watch | None = environ.get(_WATCHED)
+        if self._context is not None and watch is not None and watch.app is self.app:
+            self._watch = watch
+            watch.exchange = self
+        environ[CLAIMED] = self
+        exchanges.set(self)
+        self._functions_before = len(self._functions)
+
+    def covers(self, other: Request) -> bool:
+        """Return True if a protected view of `other` runs under this exchange."""
+        return self.request is other or (self._context is not None and not self.ended)
+
+    def view_returned(self) -> None:
+        """Note that functions registered from now on come from around the view, and so on a replay, too."""
+        self._functions_of_view = len(self._functions)
+
+    # The response
+
+    def process(self, process: Callable[..., Response], *args: Any) -> Response:
+        """Run the application's after-request phase; the content is taken before, the final status afterwards."""
+        *first, response = args
+        functions = self._functions
+        try:
+            response = self._take(response)
+            response = process(*first, response)
+        except BaseException:
+            if self.recorder is not None:
+                self.recorder.failed_afterwards = True
+            raise
+        finally:
+            self._functions = functions
+        self._processed = True
+        self._status = response.status_code
+        self._retry_after = "Retry-After" in response.headers
+        if self.recorder is None:
+            self._leave_scope()
+            if self.body is not None and response.is_streamed:  # an unprotected view may stream its request body
+                self._streams_body = True
+                response.call_on_close(self.body.close)
+        return response
+
+    @property
+    def _functions(self) -> list[Any]:
+        """What `after_this_request` has registered, in its order."""
+        return [] if self._context is None else self._context._after_request_functions
+
+    @_functions.setter
+    def _functions(self, functions: list[Any]) -> None:
+        if self._context is not None:
+            self._context._after_request_functions = functions
+
+    def _take(self, response: Response) -> Response:
+        """Put a refusal or replay in its place again, or record the response as the content of the row."""
+        handled = self._raised()
+        if self.recorder is not None and handled is not None:
+            self.recorder.failure = handled
+            if isinstance(handled, HoldForReview) and self.answer_held is not None:
+                self.recorder.hold_for_review()
+                self.answer = self.answer_held()
+                self.answer_held = None
+        if self.answer is not None:
+            if self._placed:
+                return response  # a function has failed over it
+            self._placed = True
+            return self.answer
+        if self.marked:
+            response.headers["Idempotency-Status"] = "unprotected"
+        if self.recorder is not None and not self.recorder.settled:
+            of_content, passing = self._split()
+            for function in of_content:
+                response = self.app.ensure_sync(function)(response)
+            record(self.recorder, response, self.request.environ)
+            self._functions = passing
+        return response
+
+    def _split(self) -> tuple[list[Any], list[Any]]:
+        """Return the functions that belong to the content, and those that a replay passes through again.
+
+        Those of the view and the error handlers belong to the content. What was registered before the view or around
+        it is registered again on a replay.
+        """
+        functions = self._functions
+        if self._passing is None:
+            after = len(functions) if self._functions_of_view is None else self._functions_of_view
+            self._passing = frozenset([*range(self._functions_before), *range(after, len(functions))])
+        of_content = [function for n, function in enumerate(functions) if n not in self._passing]
+        return of_content, [function for n, function in enumerate(functions) if n in self._passing]
+
+    # The end
+
+    def decide(self, status: int | None, error: BaseException | None, retry_after: bool) -> None:
+        """Settle the row: the application and the layers that are known have finished."""
+        if self.recorder is not None:
+            self.recorder.finish(status, error or self._error, retry_after=retry_after)
+
+    def close(self) -> None:
+        """Settle the row at once: the environ is used for another request."""
+        if self.recorder is not None:
+            self.decide(self._status, None, self._retry_after)
+            self.recorder.abandon()
+
+    def _end(self, error: BaseException | None) -> None:
+        if self.ended:
+            return
+        self.ended = True
+        self._leave_scope()
+        environ = self.request.environ
+        if environ.get(FOLLOWED) is self:
+            del environ[FOLLOWED]
+        if self.recorder is None:
+            self._clear()
+            return
+        self._error = error
+        self.recorder.when_settled(self._clear)  # a streamed response may still read the body
+        if self._watch is None:
+            self.decide(self._status, None, self._retry_after)
+
+    def _leave_scope(self) -> None:
+        if exchanges.get() is self:
+            exchanges.set(self._outer)
+
+    def _clear(self) -> None:
+        """Remove the claim from the environ, so that a middleware which runs the request again claims again."""
+        environ = self.request.environ
+        if environ.get(CLAIMED) is self:
+            del environ[CLAIMED]
+        if self.body is not None and not self._streams_body:
+            self.body.close()
+
+
+class _Watch:
+    """What the server receives of one request that passes through WSGI layers inside the extension's."""
+
+    def __init__(self, app: Flask, start_response: StartResponse) -> None:
+        self.app = app
+        self.exchange: Exchange | None = None
+        self.status: int | None = None
+        self._start_response = start_response
+        self._retry_after = False
+
+    @property
+    def over(self) -> bool:
+        """True if there is nothing to wait for: the response has begun, and no claim is still in the application."""
+        return self.status is not None and (self.exchange is None or self.exchange.ended)
+
+    def start(self, status: str, headers: list[tuple[str, str]], *exc_info: Any) -> Any:
+        self.status = int(status[:3])
+        self._retry_after = any(name.lower() == "retry-after" for name, _ in headers)
+        return self._start_response(status, headers, *exc_info)
+
+    def finish(self, error: BaseException | None = None) -> None:
+        if self.exchange is not None:
+            self.exchange.decide(self.status, error, self._retry_after)
+
+
+class _Watched:
+    """The response of a layer that runs the application only when its response is read."""
+
+    def __init__(self, iterable: Iterable[bytes], watch: _Watch) -> None:
+        self._iterable = iterable
+        self._pieces = iter(iterable)
+        self._watch = watch
+
+    def __iter__(self) -> _Watched:
+        return self
+
+    def __next__(self) -> bytes:
+        try:
+            return next(self._pieces)
+        except StopIteration:
+            self._watch.finish()
+            raise
+        except BaseException as error:
+            self._watch.finish(error)
+            raise
+
+    def close(self) -> None:
+        try:
+            close: Any = getattr(self._iterable, "close", None)
+            if close is not None:
+                close()
+        except BaseException as error:
+            self._watch.finish(error)
+            raise
+        self._watch.finish()
+
+
+def watch(app: Flask, wsgi_app: WSGIApplication, environ: Environ, start_response: StartResponse) -> Any:
+    """Call an application with WSGI layers around it, and let what they do count as the outcome of the request."""
+    if "HTTP_IDEMPOTENCY_KEY" not in environ:
+        return wsgi_app(environ, start_response)
+    watched = environ[_WATCHED] = _Watch(app, start_response)
+    try:
+        iterable = wsgi_app(environ, watched.start)
+    except BaseException as error:
+        watched.finish(error)
+        raise
+    if not watched.over:
+        return _Watched(iterable, watched)
+    watched.finish()
+    return iterable
+
+
+def request_context(app: Flask, make: Callable[[Environ], RequestContext], environ: Environ) -> RequestContext:
+    """Make a request's context; that of a request with a key is followed."""
+    context = make(environ)
+    if "HTTP_IDEMPOTENCY_KEY" in environ:
+        state: State = app.extensions[EXTENSION]
+        settings = state.settings
+        if settings.mode != "off" and environ["REQUEST_METHOD"].upper() in settings.methods:
+            before: Exchange | None = environ.get(CLAIMED)
+            if before is not None and before.ended:
+                before.close()
+            Exchange(app, context.request, context).follow(context)
+    return context
+
+
+def process_response(process: Callable[..., Response], *args: Any) -> Response:
+    """Run the after-request phase of a request; costs nothing where no protected view ran."""
+    exchange = exchanges.get()
+    if exchange is None or exchange.request is not _request():
+        return process(*args)
+    return exchange.process(process, *args)
+
+
+def current_answer() -> Response | None:
+    """Return the refusal or replay of the request that is served, if it is one."""
+    exchange = exchanges.get()
+    return exchange.answer if exchange is not None and exchange.request is _request() else None
+
+
+# Recording
+
+
+def record(recorder: ResponseRecorder, response: Response, environ: Environ) -> None:
+    """Record a response as the content of the row; a stream is collected while it is sent."""
+    status, limit = response.status_code, recorder.max_body
+    headers: Iterable[tuple[str, str]] = response.headers.to_wsgi_list()
+    if not "".join([value for _, value in headers]).isascii():
+        headers = response.get_wsgi_headers(environ)  # as Werkzeug sends them: a Location is encoded
+    if status in NULL_BODY_STATUSES:
+        recorder.record(status, headers, b"")
+    elif response.is_sequence:
+        pieces = list(response.iter_encoded())
+        if sum(map(len, pieces)) <= limit:
+            recorder.record(status, headers, b"".join(pieces))
+        else:
+            recorder.record_omitted(status, headers, "too_large")
+    elif response.content_length is None:
+        response.response = recorder.collect(response.response, status, headers)
+    elif response.content_length <= limit:
+        _record_short(recorder, response, response.content_length, headers)
+    else:
+        recorder.record_omitted(status, headers, "too_large")
+
+
+def _record_short(
+    recorder: ResponseRecorder, response: Response, length: int, headers: Iterable[tuple[str, str]]
+) -> None:
+    """Read a short stream to its end, so that it is recorded before the client receives it.
+
+    If the stream breaks, the client has received nothing yet, so the exception counts as one of the view.
+    """
+    close = getattr(response.response, "close", None)
+    rest = iter(response.iter_encoded())
+    pieces: list[bytes] = []
+    try:
+        while length >= 0 and (piece := next(rest, None)) is not None:
+            pieces.append(piece)
+            length -= len(piece)
+    except BaseException:
+        response.close()
+        raise
+    response.direct_passthrough = False
+    if length < 0:  # longer than its Content-Length, so it is streamed and not stored
+        response.response = itertools.chain(pieces, rest)
+        if close is not None:
+            response.call_on_close(close)
+        recorder.record_omitted(response.status_code, headers, "too_large")
+        return
+    response.response = pieces
+    if close is not None:
+        close()
+    recorder.record(response.status_code, headers, b"".join(pieces))
