@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
-import sys
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
-import redis
 from flask import Flask
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
@@ -18,12 +14,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from idemredis import Event, Ledger, Policy
 from idemredis.flask import Idempotency
 from idemredis.telemetry import Telemetry
+from tests.support.counting import count_calls
 from tests.support.servers import Server
 
 from .calls import key, post
 from .turns import Figure
 
-__all__ = ["count_calls", "event", "requests"]
+__all__ = ["event", "requests"]
 
 REQUESTS: tuple[tuple[str, str, str, bool, int], ...] = (
     ("a GET of a protected view", "GET", "/protected", False, 6),
@@ -63,29 +60,6 @@ def event(server: Server) -> Iterable[Figure]:
     observer(claimed)
     yield Figure("functions entered: an event with everything on", count_calls(lambda: observer(claimed)), "", 150)
     meters.shutdown()
-
-
-def count_calls(act: Callable[[], object]) -> int:
-    """How many Python functions and generator steps it enters, those below redis-py's door left out."""
-    entered = below = 0
-    door = redis.Redis.execute_command.__code__
-
-    def profile(frame: Any, event: str, argument: object) -> None:
-        nonlocal entered, below
-        if frame.f_code is door:
-            below += 1 if event == "call" else -1 if event == "return" else 0
-        elif event == "call" and not below:
-            entered += 1
-
-    gc.collect()  # what others left is not collected, and counted, in here
-    gc.disable()
-    sys.setprofile(profile)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return entered
 
 
 def _made() -> tuple[str, int]:
