@@ -30,6 +30,7 @@ EventName: TypeAlias = Literal[
     "not_stored",
     "held_for_review",
     "completion_lost",
+    "heartbeat_late",
 ]
 
 _LOUD: Mapping[EventName, tuple[int, str]] = {
@@ -37,6 +38,7 @@ _LOUD: Mapping[EventName, tuple[int, str]] = {
     "completion_lost": (logging.ERROR, "a response could not be stored in time; a retry will run the operation again"),
     "held_for_review": (logging.ERROR, "an operation waits for a person to decide"),
     "taken_over": (logging.WARNING, "an earlier attempt did not finish; a new attempt is running"),
+    "heartbeat_late": (logging.WARNING, "the work kept its heartbeat from running; a longer block loses the lease"),
     "unavailable": (logging.WARNING, "Redis was unreachable, refused a call, or was too slow"),
     "not_stored": (
         logging.WARNING,
