@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.proxy import Proxy
 from tests.support.servers import Server, valkey
 from tests.support.waiting import wait_until
 
@@ -74,12 +75,13 @@ def caller(folder: Path, text: str) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", text], cwd=folder, env=environment, stdout=pipe, text=True)
 
 
-def celery_module(folder: Path, broker: Server, lease: float = 2.0) -> None:
+def celery_module(folder: Path, broker: Server, ledger: str | None = None) -> None:
     """Write the snippet of the document as a module, with a function that is slow on demand."""
     text = (ROOT / "docs" / "workers.md").read_text()
     [snippet] = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "from celery" in code]
     assert "lease=10" in snippet
-    snippet = snippet.replace("redis://localhost:6379/0", broker.url).replace("lease=10", f"lease={lease}")
+    snippet = snippet.replace('from_url("redis://localhost:6379/0")', f'from_url("{ledger or broker.url}")')
+    snippet = snippet.replace("redis://localhost:6379/0", broker.url).replace("lease=10", "lease=2")
     (folder / "shop.py").write_text(snippet + SLOW)
 
 
@@ -134,6 +136,20 @@ def test_a_task_that_ran_into_a_time_limit_runs_again_when_it_is_sent_again(
         error = "SoftTimeLimitExceeded" if limit.startswith("soft") else "TimeLimitExceeded"
         assert asked.communicate(timeout=80)[0].splitlines() == [error, "charged limited"]
     assert len(runs(tmp_path)) == 2
+
+
+def test_a_response_that_a_process_of_celery_could_not_store_is_named_when_the_process_ends(
+    broker: Server, tmp_path: Path
+) -> None:
+    with Proxy(broker.port) as proxy:
+        celery_module(tmp_path, broker, ledger=proxy.url)
+        ask = "import shop; print(shop.charge.delay('slow').get(timeout=60))"
+        with running(tmp_path, *WORKER), caller(tmp_path, ask) as asked:
+            wait_until(lambda: runs(tmp_path), 40.0)
+            proxy.refuse()
+            (tmp_path / "go").touch()
+            assert asked.communicate(timeout=80)[0] == "charged slow\n"
+    assert "completion_lost" in (tmp_path / "log").read_text()
 
 
 DRAMATIQ = """
