@@ -32,6 +32,7 @@ EventName: TypeAlias = Literal[
     "held_for_review",
     "completion_lost",
     "key_missing",
+    "heartbeat_late",
 ]
 
 _LOUD: Mapping[EventName, tuple[int, str]] = {
@@ -39,6 +40,7 @@ _LOUD: Mapping[EventName, tuple[int, str]] = {
     "completion_lost": (logging.ERROR, "a response could not be stored in time; a retry will run the operation again"),
     "held_for_review": (logging.ERROR, "an operation waits for a person to decide"),
     "taken_over": (logging.WARNING, "an earlier attempt did not finish; a new attempt is running"),
+    "heartbeat_late": (logging.WARNING, "a heartbeat ran late: the work starved it, or the process was paused"),
     "unavailable": (logging.WARNING, "Redis was unreachable, refused a call, or was too slow"),
     "not_stored": (
         logging.WARNING,

@@ -35,5 +35,8 @@ local stale = attempt[2] == generation and lease_left(attempt[5], attempt[6], tt
 if not own and not stale then return {'lost', owner} end
 
 local refused = set_clock(row, nil, retention, 'generation', following, 'owner', owner, 'lease', lease)
-if refused then return refused end
+if refused then  -- the TTL is as it was; so are the fields after this, whose PEXPIRE is denied again
+  set_clock(row, nil, attempt[6], 'generation', attempt[2], 'owner', attempt[3], 'lease', attempt[5])
+  return refused
+end
 return with_checkpoint({'claimed', owner, following}, progress)

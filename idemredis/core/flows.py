@@ -13,8 +13,9 @@ A flow yields steps. The driver runs each step and sends its result back, or thr
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Generator
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ..errors import CorruptRow, FencedOut, LedgerUnavailable, NotDurable
 from ..events import EventName
@@ -86,10 +87,11 @@ class Emit(NamedTuple):
 
 
 class InBackground(NamedTuple):
-    """Run a flow in the background; it keeps `size` bytes in memory until it ends."""
+    """Run a flow in the background: it stores a response of `size` bytes, or releases a row."""
 
     flow: Flow[None]
-    size: int
+    kind: Literal["completion", "release"]
+    size: int = 0
 
 
 class GivenUp(Exception):
@@ -216,23 +218,39 @@ def raise_if_fenced(r: Reservation) -> None:
         )
 
 
-def heartbeat(r: Reservation, policy: Policy) -> Flow[None]:
-    """Renew the lease now and after each third of it, until the attempt ends or has lasted for `max_hold`."""
-    began = r.lease.expires_at - r.lease.duration
+def heartbeat(find: Callable[[], Reservation | None], policy: Policy) -> Flow[None]:
+    """Renew the lease now and after each third of it, until the attempt ends or has lasted for `max_hold`.
+
+    `find` returns the reservation, or None once nobody has it any more: nobody could settle the row then, so it is left
+    to become stale. A flow that sleeps or waits keeps no reservation.
+    """
+    r = find()
+    if r is None:
+        return
+    lease, call, fenced, late = r.lease, operations.renew(r, policy.retention), _emit("fenced", r), _late(r)
+    del r
+    began = lease.expires_at - lease.duration
     now = yield Sleep(0.0)
-    while not r.lease.ended and now - began < policy.max_hold:
+    while not lease.ended and find() is not None:
+        if now - began >= policy.max_hold:
+            lease.heartbeat_due = None
+            return
+        if lease.is_late(now):
+            yield late
         try:
-            outcome = yield from _retry_once(operations.renew(r, policy.retention))
+            outcome = yield from _retry_once(call)
         except LedgerUnavailable:
-            pass  # the next heartbeat retries; `held` turns False when the lease ends
+            lease.heartbeat_due = None  # Redis is late, not the heartbeat
         else:
-            if r.lease.ended:
+            if lease.ended:
                 return  # settled while the renewal was outstanding, so its outcome no longer matters
             if isinstance(outcome, Fenced):
-                yield from _mark_fenced(r)
+                lease.fenced = True
+                lease.end()
+                yield fenced
                 return
-            r.lease.expires_at = outcome.expires_at
-        now = yield Sleep(r.lease.duration / HEARTBEATS)
+            lease.renewed(outcome.expires_at)
+        now = yield Sleep(lease.duration / HEARTBEATS)
 
 
 def _retry_once(call: Call[T]) -> Flow[T]:
@@ -255,13 +273,17 @@ def _retry_once(call: Call[T]) -> Flow[T]:
 
 
 def _finish(r: Reservation, response: StoredResponse, call: Call[Done | Fenced], event: EventName) -> Flow[None]:
-    yield from _end(r, call, event, lambda: InBackground(_until_stored(r, call, event), len(response.body)))
+    yield from _end(
+        r, call, event, lambda: InBackground(_until_stored(r, call, event), "completion", len(response.body))
+    )
     if response.omitted:
         yield _emit("not_stored", r)
 
 
 def _end(r: Reservation, call: Call[Done | Fenced], event: EventName, retry: Callable[[], InBackground]) -> Flow[None]:
     """End the attempt with this call; if it fails, run the flow that `retry` returns in the background."""
+    if not r.lease.ended and r.lease.is_late(time.monotonic()):
+        yield _late(r)
     r.lease.end()
     try:
         outcome = yield from _retry_once(call)
@@ -302,7 +324,8 @@ def _mark_fenced(r: Reservation) -> Flow[None]:
 
 
 def _release_later(identity: Identity, generation: int, owner: str, lease: float, policy: Policy) -> InBackground:
-    return InBackground(_until_released(operations.release(identity, generation, owner, policy.retention), lease), 0)
+    call = operations.release(identity, generation, owner, policy.retention)
+    return InBackground(_until_released(call, lease), "release")
 
 
 def _until_released(call: Call[Done | Fenced], lease: float) -> Flow[None]:
@@ -348,6 +371,10 @@ def _gap(waited: float) -> float:
 
 def _emit(event: EventName, r: Reservation) -> Emit:
     return Emit(event, r.identity, r.generation, r.route)
+
+
+def _late(r: Reservation) -> Emit:
+    return _emit("heartbeat_late", r)
 
 
 def _claim_event(identity: Identity, outcome: Outcome, route: str) -> Emit:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Awaitable, Callable
 from itertools import count
@@ -43,9 +44,21 @@ class Lease:
         expires_at: when the lease ends, by the local monotonic clock.
         ended: True once the attempt has ended or was fenced; the lease is not renewed any more.
         fenced: True once another attempt is known to own the row.
+        heartbeat_due: when the next heartbeat is due, by the local monotonic clock; None if there is none.
+        process: id of the process that claimed the row. A forked child has a copy, and does not settle the row.
     """
 
-    __slots__ = ("_numbers", "_on_end", "duration", "ended", "expires_at", "fenced")
+    __slots__ = (
+        "_late",
+        "_numbers",
+        "_on_end",
+        "duration",
+        "ended",
+        "expires_at",
+        "fenced",
+        "heartbeat_due",
+        "process",
+    )
 
     def __init__(self, duration: float, sent: float, last_number: int = 0) -> None:
         """Start a lease that was granted by the reply to a call sent at `sent`."""
@@ -55,6 +68,9 @@ class Lease:
         self.fenced = False
         self._numbers = count(last_number + 1)
         self._on_end: Callable[[Lease], object] | None = None
+        self._late = False
+        self.heartbeat_due: float | None = None
+        self.process = os.getpid()
 
     @property
     def first_heartbeat_at(self) -> float:
@@ -68,6 +84,22 @@ class Lease:
     def when_ended(self, on_end: Callable[[Lease], object]) -> None:
         """Call `on_end` with this lease when the attempt ends."""
         self._on_end = on_end
+
+    def renewed(self, expires_at: float) -> None:
+        """Note that a heartbeat has renewed the lease, and when the next one is due."""
+        self.expires_at = expires_at
+        self.heartbeat_due = self.first_heartbeat_at
+
+    def is_late(self, now: float) -> bool:
+        """Return True, once for each attempt, if a heartbeat is a third of the lease late or more.
+
+        Work that keeps the processor, the interpreter's lock or the event loop to itself starves its own heartbeat.
+        """
+        due = self.heartbeat_due
+        if self._late or due is None or now < due + self.duration / HEARTBEATS:
+            return False
+        self._late = True
+        return True
 
     def end(self) -> None:
         """Mark the attempt as ended."""
@@ -172,6 +204,7 @@ class Reservation:
 
     else:
         __slots__ = (
+            "__weakref__",
             "_save",
             "_settable",
             "fingerprint",

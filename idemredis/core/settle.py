@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Literal, NamedTuple, TypeAlias
 
 from ..errors import FencedOut, HoldForReview, IdempotencyError, LedgerUnavailable
@@ -62,8 +63,14 @@ def of_status(status: int, on_error: OnError, *, retry_after: bool = False) -> O
 
 
 def settle(r: Reservation, ending: Ending, policy: Policy) -> Flow[None]:
-    """Settle the row according to how the work ended; errors are logged and emitted, never raised."""
+    """Settle the row according to how the work ended; errors are logged and emitted, never raised.
+
+    A child that was forked during the work has a copy of the reservation; the end of its copy of the work settles
+    nothing.
+    """
     if r.lease.ended:  # fenced, which has been emitted, or settled by the caller
+        return
+    if r.lease.process != os.getpid():
         return
     try:
         match ending:

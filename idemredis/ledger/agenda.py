@@ -5,28 +5,17 @@ from __future__ import annotations
 import heapq
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ..core.flows import Emit, Flow, GivenUp, InBackground, Sleep
 from ..core.operations import Call
 from ..core.reservation import Lease
 from ..errors import LedgerUnavailable
 
-__all__ = [
-    "EXIT_WITHIN",
-    "IDLE",
-    "Agenda",
-    "EmitEvent",
-    "Heartbeat",
-    "Job",
-    "Result",
-    "advance_all",
-    "begin",
-    "interrupt",
-    "put_back",
-]
+__all__ = ["EXIT_WITHIN", "IDLE", "Agenda", "Batch", "EmitEvent", "Heartbeat", "Job", "Result", "begin", "failed"]
 
 logger = logging.getLogger("idemredis")
 
@@ -37,29 +26,38 @@ EmitEvent: TypeAlias = Callable[[Emit], None]
 Heartbeat: TypeAlias = Callable[[], Flow[None]]
 """Returns a new heartbeat flow for one lease."""
 
+Kind: TypeAlias = Literal["heartbeat", "completion", "release"]
+
 BATCH_WINDOW = 0.05
 """Seconds by which a flow may run early, so that many leases are renewed in one round trip."""
+
+BATCH_SIZE = 100
+"""Completions and releases sent in one round trip; each may wait for replicas."""
 
 IDLE = 1.0
 """Seconds for which an idle thread or task waits for new work before it ends."""
 
-MAX_FLOWS = 10_000
+MAX_COMPLETIONS = 10_000
 MAX_BYTES = 64 * 1024 * 1024
 """Limits on responses kept in memory during an outage. A response beyond either is dropped: `completion_lost`."""
+
+MAX_RELEASES = 10_000
+"""Limit on releases kept during an outage, apart from responses. A row whose release is dropped is stale after its
+lease."""
 
 EXIT_WITHIN = 2.0
 """Seconds that an exiting process spends on completions and releases that are still pending."""
 
 
 class Job:
-    """A running flow. Heartbeats can be dropped at any time; all other flows count against the limits."""
+    """A running flow. Heartbeats can be dropped at any time; completions and releases count against their limits."""
 
-    __slots__ = ("flow", "is_heartbeat", "size")
+    __slots__ = ("flow", "kind", "size")
 
-    def __init__(self, flow: Flow[None], size: int = 0, *, is_heartbeat: bool = False) -> None:
+    def __init__(self, flow: Flow[None], kind: Kind, size: int = 0) -> None:
         self.flow = flow
+        self.kind = kind
         self.size = size
-        self.is_heartbeat = is_heartbeat
 
     def advance(self, result: Result, emit: EmitEvent) -> Call[Any] | Sleep | None:
         """Run the flow up to its next call or sleep and return that step; return None when the flow has ended."""
@@ -69,13 +67,69 @@ class Job:
                 if isinstance(step, (Call, Sleep)):
                     return step
                 if isinstance(step, Emit):
-                    emit(step)
+                    try:
+                        emit(step)
+                    except SystemExit:  # of an observer: it must not end the thread or task
+                        logger.exception("an observer raised SystemExit in the background; it is ignored")
                 result = None
         except (StopIteration, GivenUp):
             pass
         except Exception:
             logger.exception("background work of the ledger failed")
         return None
+
+
+class Batch:
+    """Flows that run together, up to the next sleep of each.
+
+    Attributes:
+        calls: the calls whose results the flows wait for.
+    """
+
+    def __init__(self, jobs: list[Job]) -> None:
+        self.calls: list[Call[Any]] = []
+        self._jobs = jobs
+        self._calling = jobs
+        self._slept: dict[Job, Sleep] = {}
+
+    def wake(self, emit: EmitEvent) -> None:
+        """Run each flow, which has slept, up to its next call or sleep."""
+        self.advance([time.monotonic()] * len(self._jobs), emit)
+
+    def advance(self, results: Sequence[Result], emit: EmitEvent) -> None:
+        """Run each flow that made a call up to its next call or sleep."""
+        jobs, self._calling, self.calls = self._calling, [], []
+        killed: BaseException | None = None
+        for job, result in zip(jobs, results, strict=True):
+            try:
+                step = job.advance(result, emit)
+            except BaseException as error:  # it ends the thread or task, but no other flow
+                killed = error
+                continue
+            if isinstance(step, Call):
+                self._calling.append(job)
+                self.calls.append(step)
+            elif isinstance(step, Sleep):
+                self._slept[job] = step
+        if killed is not None:
+            raise killed
+
+    def interrupt(self, why: str, emit: EmitEvent) -> None:
+        """Raise `LedgerUnavailable` in the flows that wait for a reply, so that each ends, or sleeps before it retries.
+
+        A flow that sleeps already is left alone.
+        """
+        while self.calls:
+            self.advance([LedgerUnavailable(why)] * len(self.calls), emit)
+
+    def put_back(self, agenda: Agenda) -> None:
+        """Schedule the flows that sleep, and stop counting the others, which have ended."""
+        now = time.monotonic()
+        for job in self._jobs:
+            if job in self._slept:
+                agenda.put(job, now + self._slept[job].seconds)
+            else:
+                agenda.remove(job)
 
 
 class Agenda:
@@ -86,22 +140,23 @@ class Agenda:
         self._ties = count()
         # Leases whose first heartbeat is not due yet. Most attempts finish before it, so no flow is made until then.
         self._first: dict[Lease, Heartbeat] = {}
-        self._flows = 0
+        self._kept: Counter[Kind] = Counter()
         self._bytes = 0
 
     def add(self, job: Job, due: float) -> bool:
-        """Add a new job and return True, or return False if a limit is reached."""
-        if self._flows >= MAX_FLOWS or self._bytes + job.size > MAX_BYTES:
+        """Add a new job and return True, or return False if the limit of its kind is reached."""
+        most = MAX_COMPLETIONS if job.kind == "completion" else MAX_RELEASES
+        if self._kept[job.kind] >= most or self._bytes + job.size > MAX_BYTES:
             return False
-        self._flows += 1
+        self._kept[job.kind] += 1
         self._bytes += job.size
         self.put(job, due)
         return True
 
     def remove(self, job: Job) -> None:
         """Stop counting a job that has ended against the limits."""
-        if not job.is_heartbeat:
-            self._flows -= 1
+        if job.kind != "heartbeat":
+            self._kept[job.kind] -= 1
             self._bytes -= job.size
 
     def put(self, job: Job, due: float) -> None:
@@ -118,63 +173,40 @@ class Agenda:
         first = [self._waiting[0][0]] if self._waiting else []
         return min(first + [lease.first_heartbeat_at for lease in self._first.copy()], default=None)
 
-    def take(self, now: float) -> list[Job]:
-        """Remove and return the jobs that are due within the batch window."""
-        jobs = []
-        while self._waiting and self._waiting[0][0] <= now + BATCH_WINDOW:
+    def take(self, now: float) -> Batch | None:
+        """Remove and return the jobs that are due within the batch window; None if there are none."""
+        jobs: list[Job] = []
+        limited = 0
+        while self._waiting and self._waiting[0][0] <= now + BATCH_WINDOW and limited < BATCH_SIZE:
             jobs.append(heapq.heappop(self._waiting)[2])
+            limited += jobs[-1].kind != "heartbeat"
         for lease, heartbeat in self._first.copy().items():
             if lease.first_heartbeat_at <= now + BATCH_WINDOW:
                 self._drop(lease)
                 flow = heartbeat()
-                next(flow)  # advance to the initial Sleep; the caller sends the time
-                jobs.append(Job(flow, is_heartbeat=True))
-        return jobs
+                if next(flow, None) is not None:  # it sleeps first; the caller sends the time
+                    jobs.append(Job(flow, "heartbeat"))
+        return Batch(jobs) if jobs else None
 
     def clear(self) -> list[Job]:
-        """Empty the agenda and return the jobs that still have something to store or release."""
-        jobs = [job for _, _, job in sorted(self._waiting) if not job.is_heartbeat]
+        """Empty the agenda and return the jobs that have something to store or release, completions first."""
+        jobs = [job for _, _, job in sorted(self._waiting) if job.kind != "heartbeat"]
         self._waiting.clear()
         self._first.clear()
-        return jobs
+        return sorted(jobs, key=lambda job: job.kind != "completion")
 
     def _drop(self, lease: Lease) -> None:
         self._first.pop(lease, None)
 
 
-def advance_all(
-    jobs: list[Job], results: list[Result], slept: dict[Job, Sleep], emit: EmitEvent
-) -> tuple[list[Job], list[Call[Any]]]:
-    """Run each flow up to its next call or sleep; return the jobs that make a call, and their calls."""
-    calling, calls = [], []
-    for job, result in zip(jobs, results, strict=True):
-        step = job.advance(result, emit)
-        if isinstance(step, Call):
-            calling.append(job)
-            calls.append(step)
-        elif isinstance(step, Sleep):
-            slept[job] = step
-    return calling, calls
-
-
-def interrupt(jobs: list[Job], emit: EmitEvent) -> list[Job]:
-    """Raise `LedgerUnavailable` in flows that are waiting for a reply; return those that want to retry."""
-    error = LedgerUnavailable("the process is exiting, and Redis has not replied yet")
-    return [job for job in jobs if not job.is_heartbeat and isinstance(job.advance(error, emit), Sleep)]
-
-
-def put_back(agenda: Agenda, jobs: list[Job], slept: dict[Job, Sleep]) -> None:
-    """Schedule the jobs that sleep again, and remove the others, which have ended."""
-    now = time.monotonic()
-    for job in jobs:
-        if job in slept:
-            agenda.put(job, now + slept[job].seconds)
-        else:
-            agenda.remove(job)
+def failed(calls: Sequence[Call[Any]], error: BaseException) -> list[Result]:
+    """Return the results of calls that failed with an error that is not Redis's; the flows retry, as in an outage."""
+    logger.error("background calls of the ledger failed; they are retried", exc_info=error)
+    return [LedgerUnavailable(f"the calls failed with {type(error).__name__}") for _ in calls]
 
 
 def begin(wanted: InBackground, emit: EmitEvent) -> tuple[Job, float] | None:
     """Start a flow; return its job and when it is due, or None if it has ended already."""
-    job = Job(wanted.flow, wanted.size)
+    job = Job(wanted.flow, wanted.kind, wanted.size)
     first = job.advance(None, emit)
     return (job, time.monotonic() + first.seconds) if isinstance(first, Sleep) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial, wraps
@@ -212,7 +213,8 @@ class AsyncLedger(BaseLedger[AsyncClient]):
             r: the reservation.
         """
         if self.policy.heartbeat:
-            self._background.start_heartbeat(r.lease, partial(flows.heartbeat, r, self.policy))
+            r.lease.heartbeat_due = r.lease.first_heartbeat_at
+            self._background.start_heartbeat(r.lease, partial(flows.heartbeat, weakref.ref(r), self.policy))
 
     async def checkpoint(self, r: Reservation, name: str, data: object = None) -> None:
         """Save how far the work got, for the attempt that takes over after a crash, and extend the lease.
@@ -438,6 +440,8 @@ class AsyncLedger(BaseLedger[AsyncClient]):
     async def _drive(self, flow: Flow[T]) -> T:
         """Run a flow's steps one after the other, and return the flow's result."""
         began = time.monotonic()
+        task = asyncio.current_task()
+        cancellations = task.cancelling() if task is not None else 0
         result: Any
         try:
             step = next(flow)
@@ -445,7 +449,10 @@ class AsyncLedger(BaseLedger[AsyncClient]):
                 try:
                     match step:
                         case Call():
-                            result = raised((await self._evaluate([step]))[0])
+                            outcome = (await self._evaluate([step]))[0]
+                            if task is not None and task.cancelling() > cancellations:
+                                raise asyncio.CancelledError  # the client swallowed it, as redis-py does on Python 3.11
+                            result = raised(outcome)
                         case Emit():
                             self._emit(step, began)
                             result = None

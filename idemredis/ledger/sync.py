@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
@@ -181,7 +182,8 @@ class Ledger(BaseLedger[Client]):
             r: the reservation.
         """
         if self.policy.heartbeat:
-            self._background.start_heartbeat(r.lease, partial(flows.heartbeat, r, self.policy))
+            r.lease.heartbeat_due = r.lease.first_heartbeat_at
+            self._background.start_heartbeat(r.lease, partial(flows.heartbeat, weakref.ref(r), self.policy))
 
     def checkpoint(self, r: Reservation, name: str, data: object = None) -> None:
         """Save how far the work got, for the attempt that takes over after a crash, and extend the lease.

@@ -1,154 +1,250 @@
-"""Run a ledger's background work in one daemon thread."""
+"""Run a ledger's background work in daemon threads: one for heartbeats, and one for retries while there are any."""
 
 from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias
 from weakref import WeakSet
 
-from ..core.flows import GivenUp, InBackground, Sleep
+from ..core.flows import GivenUp, InBackground
 from ..core.operations import Call
 from ..core.reservation import Lease
-from .agenda import (
-    EXIT_WITHIN,
-    IDLE,
-    Agenda,
-    EmitEvent,
-    Heartbeat,
-    Job,
-    Result,
-    advance_all,
-    begin,
-    interrupt,
-    put_back,
-)
+from .agenda import EXIT_WITHIN, IDLE, Agenda, Batch, EmitEvent, Heartbeat, Job, Result, begin, failed
 
 __all__ = ["Background"]
 
 logger = logging.getLogger("idemredis")
 
+RunCalls: TypeAlias = Callable[[Sequence[Call[Any]]], list[Result]]
+Lane: TypeAlias = Literal["heartbeats", "retries"]
+
 
 class Background:
-    """Run flows in one daemon thread, started when there is work and again in a forked child."""
+    """Run flows in daemon threads, started when there is work.
 
-    def __init__(self, run: Callable[[Sequence[Call[Any]]], list[Result]], emit: EmitEvent, name: str) -> None:
+    Heartbeats have a thread of their own, so that no renewal waits for a completion or release that hangs. The threads
+    belong to one process: work handed over in a forked child starts new ones there, and the parent's work stays with
+    the parent. That is noticed by the process id, since servers such as uWSGI fork without running Python's hooks.
+    """
+
+    def __init__(self, run: RunCalls, emit: EmitEvent, name: str) -> None:
         self._run = run
         self._emit = emit
         self._name = name
-        self.reset_after_fork()
+        self._runners: dict[tuple[object, ...], _Runner] = {}
         _backgrounds.add(self)
-
-    def reset_after_fork(self) -> None:
-        """Start empty, as a forked child must: pending work belongs to the parent."""
-        # Reentrant, since the garbage collector may settle an abandoned stream while this thread holds the lock.
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._agenda = Agenda()
-        self._running: list[Job] = []
-        self._thread: threading.Thread | None = None
-        self._wakes_at = 0.0
-        self._closing = False
 
     def run(self, wanted: InBackground) -> None:
         """Run a flow; if a limit is reached, end it instead, and it emits what is lost."""
         begun = begin(wanted, self._emit)
-        if begun is None:
-            return
-        job, due = begun
-        with self._lock:
-            if room := self._agenda.add(job, due):
-                self._wake_by(due)
-        if not room:
-            job.advance(GivenUp(), self._emit)
+        if begun is not None and not self._runner("retries").add(*begun):
+            begun[0].advance(GivenUp(), self._emit)
 
     def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat) -> None:
         """Schedule a heartbeat for a third of the lease from now; it starts if the attempt is still running then."""
-        with self._lock:
+        self._runner("heartbeats").start_heartbeat(lease, heartbeat)
+        if (retries := self._runners.get(_key("retries"))) is not None:
+            retries.go_on()
+
+    def close(self, seconds: float = EXIT_WITHIN) -> None:
+        """Stop the threads, retry pending work once for about `seconds` seconds, and emit what is lost."""
+        until = time.monotonic() + seconds
+        process = os.getpid()
+        runners = [runner for key, runner in list(self._runners.items()) if key[0] == process]
+        for runner in runners:
+            runner.stop()
+        for runner in sorted(runners, key=lambda runner: runner.lane, reverse=True):  # responses first
+            runner.finish(until)
+
+    def _runner(self, lane: Lane) -> _Runner:
+        """Return the runner of this process; gevent may replace the locks after the application was loaded."""
+        key = _key(lane)
+        runner = self._runners.get(key)
+        if runner is None:
+            runner = _Runner(lane, self._run, self._emit, self._name)
+            runner = self._runners.setdefault(key, runner)  # atomic, as a lock could be held by a thread of the parent
+            for other in list(self._runners):
+                if other[0] != key[0]:
+                    self._runners.pop(other, None)
+            _close_when_a_child_process_ends()
+        return runner
+
+
+def _key(lane: Lane) -> tuple[object, ...]:
+    return os.getpid(), threading.Lock, lane
+
+
+class _Runner:
+    """An agenda, and the thread that runs it."""
+
+    def __init__(self, lane: Lane, run: RunCalls, emit: EmitEvent, name: str) -> None:
+        self.lane = lane
+        self._run = run
+        self._emit = emit
+        self._name = name if lane == "heartbeats" else f"{name} {lane}"
+        # Reentrant, since the garbage collector may settle an abandoned stream while this thread holds the lock.
+        self._changed = threading.Condition(threading.RLock())
+        self._agenda = Agenda()
+        self._batch: Batch | None = None
+        self._advancing = False
+        self._thread: threading.Thread | None = None
+        self._wakes_at = 0.0
+        self._closing = False
+
+    def add(self, job: Job, due: float) -> bool:
+        with self._changed:
+            if room := self._agenda.add(job, due):
+                self._wake_by(due)
+        return room
+
+    def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat) -> None:
+        with self._changed:
             self._agenda.add_heartbeat(lease, heartbeat)
             self._wake_by(lease.first_heartbeat_at)
 
-    def close(self, seconds: float = EXIT_WITHIN) -> None:
-        """Stop the thread, retry pending work once for about `seconds` seconds, and emit what is lost."""
-        until = time.monotonic() + seconds
-        with self._lock:
+    def go_on(self) -> None:
+        """Start a thread if there is work without one: it died, or could not be started."""
+        with self._changed:
+            if self._batch is not None or self._agenda.due_at() is not None:
+                self._wake_by(math.inf)
+
+    def stop(self) -> None:
+        """Ask the thread to end after its current calls."""
+        with self._changed:
             self._closing = True
-            self._changed.notify()
-            thread = self._thread
-        if thread is not None:
-            thread.join(seconds)
-        with self._lock:
-            interrupted, self._running = self._running, []
-            jobs = interrupt(interrupted, self._emit) + self._agenda.clear()
+            self._changed.notify_all()
+
+    def finish(self, until: float) -> None:
+        """Wait for the thread, retry what is pending once until then, and emit what is lost."""
+        with self._changed:
+            while self._works_elsewhere() and (left := until - time.monotonic()) > 0:
+                self._changed.wait(left)
+            while self._advancing and self._changed.wait(1.0):  # it is not in a call, so this is soon
+                pass
+            batch, self._batch = self._batch, None  # from here on the thread leaves its flows alone
+            self._thread = None
+            if batch is not None:
+                batch.interrupt("the ledger is closing, and Redis has not replied yet", self._emit)
+                batch.put_back(self._agenda)
+            jobs = self._agenda.clear()
             self._closing = False
         for job in jobs:
             if time.monotonic() < until and isinstance(call := job.advance(time.monotonic(), self._emit), Call):
-                job.advance(self._run([call])[0], self._emit)
+                job.advance(self._results([call])[0], self._emit)
             job.advance(GivenUp(), self._emit)
             self._agenda.remove(job)
 
+    def _works_elsewhere(self) -> bool:
+        thread = self._thread
+        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
+
     def _wake_by(self, due: float) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:  # too many threads, or the process is exiting; `close` flushes at exit
-                logger.error("cannot start the background thread; it is tried again with the next work: %s", error)
-            else:
-                self._thread = thread
+        if self._thread is None or not self._thread.is_alive():
+            self._start()
         elif due < self._wakes_at:
-            self._changed.notify()
+            self._changed.notify_all()
 
-    def _loop(self) -> None:
-        while True:
-            with self._lock:
-                jobs = self._agenda.take(time.monotonic())
-                if not jobs:
-                    due = self._agenda.due_at()
-                    now = time.monotonic()
-                    self._wakes_at = now + IDLE if due is None else due
-                    if not self._closing:
-                        self._changed.wait(max(self._wakes_at - now, 0.0))
-                    self._wakes_at = 0.0
-                    if self._closing or (due is None and self._agenda.due_at() is None):
-                        self._thread = None
-                        return
-                    continue
-                self._running = [job for job in jobs if not job.is_heartbeat]
-            slept = self._run_calls(jobs)
-            with self._lock:
-                self._running = []
-                put_back(self._agenda, jobs, slept)
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._main, name=self._name, daemon=True)
+        self._recover()
+        self._thread = thread
+        try:
+            thread.start()
+        except RuntimeError as error:  # too many threads, or the process is exiting; `close` flushes at exit
+            self._thread = None
+            logger.error("cannot start the background thread; it is tried again with the next work: %s", error)
 
-    def _run_calls(self, jobs: list[Job]) -> dict[Job, Sleep]:
-        """Run the calls of these flows in shared round trips until each flow sleeps or ends."""
-        slept: dict[Job, Sleep] = {}
-        results: list[Result] = [time.monotonic()] * len(jobs)
-        while jobs:
-            jobs, calls = advance_all(jobs, results, slept, self._emit)
-            try:
-                results = self._run(calls) if calls else []
-            except Exception as error:  # not an error of Redis: raise it in each flow, and keep the thread running
-                results = [error] * len(jobs)
-        return slept
+    def _recover(self) -> None:
+        """Put back the flows of a thread that died during a call."""
+        batch, self._batch, self._advancing = self._batch, None, False
+        if batch is not None:
+            batch.interrupt("the background thread died during the call", self._emit)
+            batch.put_back(self._agenda)
+
+    def _main(self) -> None:
+        try:
+            while (batch := self._next()) is not None:
+                if self._advance(batch, None):
+                    while self._advance(batch, self._results(batch.calls)):
+                        pass
+        except BaseException:  # whatever ends a thread or greenlet from outside
+            logger.exception("the background thread died; a new one continues")
+            with self._changed:
+                if self._thread is threading.current_thread():
+                    self._start()
+
+    def _next(self) -> Batch | None:
+        """Wait until flows are due and return them; return None when the thread is to end."""
+        with self._changed:
+            while self._thread is threading.current_thread():
+                batch = None if self._closing else self._agenda.take(time.monotonic())
+                if batch is not None:
+                    self._batch = batch
+                    return batch
+                due = self._agenda.due_at()
+                now = time.monotonic()
+                self._wakes_at = now + IDLE if due is None else due
+                if not self._closing:
+                    self._changed.wait(max(self._wakes_at - now, 0.0))
+                self._wakes_at = 0.0
+                if self._closing or (due is None and self._agenda.due_at() is None):
+                    self._thread = None
+                    self._changed.notify_all()
+        return None
+
+    def _advance(self, batch: Batch, results: list[Result] | None) -> bool:
+        """Run the flows of a batch up to their next calls, and return whether there are any."""
+        with self._changed:
+            if self._batch is not batch:  # `finish` has taken the flows over
+                return False
+            self._advancing = True
+        if results is None:
+            batch.wake(self._emit)
+        else:
+            batch.advance(results, self._emit)
+        with self._changed:
+            self._advancing = False
+            if not batch.calls:
+                self._batch = None
+                batch.put_back(self._agenda)
+            self._changed.notify_all()
+        return bool(batch.calls)
+
+    def _results(self, calls: Sequence[Call[Any]]) -> list[Result]:
+        try:
+            return self._run(calls)
+        except (Exception, SystemExit) as error:
+            return failed(calls, error)
 
 
 _backgrounds: WeakSet[Background] = WeakSet()
+_closes_in: set[int] = set()
 
 
-def _reset_all() -> None:
-    for background in list(_backgrounds):
-        background.reset_after_fork()
-
-
-def _close_all() -> None:
+def _close_all(*_: object, **__: object) -> None:
     for background in list(_backgrounds):
         background.close()
 
 
-os.register_at_fork(after_in_child=_reset_all)
+def _close_when_a_child_process_ends() -> None:
+    """Have the ledgers closed in children of multiprocessing and Celery, which end without `atexit`."""
+    process = os.getpid()
+    if process in _closes_in:
+        return
+    _closes_in.clear()
+    _closes_in.add(process)
+    for name in ("multiprocessing.util", "billiard.util"):
+        if (util := sys.modules.get(name)) is not None:
+            util.Finalize(None, _close_all, exitpriority=100)
+    if (signals := sys.modules.get("celery.signals")) is not None:
+        signals.worker_process_shutdown.connect(_close_all, weak=False)
+
+
 atexit.register(_close_all)

@@ -286,7 +286,7 @@ def test_a_renewal_that_was_under_way_when_the_attempt_ended_has_nothing_to_say(
 ) -> None:
     subject = make_subject("sync", valkey_server)
     r = subject.claimed(*ROW, "f")
-    flow = flows.heartbeat(r, BUSY)
+    flow = flows.heartbeat(lambda: r, BUSY)
     assert next(flow) == Sleep(0.0)
     assert isinstance(flow.send(r.lease.expires_at), Call)
     subject.complete(r, ANSWER)
@@ -388,7 +388,7 @@ def test_an_answer_waits_where_no_thread_can_be_started(
     assert far.claim("acct_1", "first", "f") == Replay(ANSWER, 1, False)
 
 
-@pytest.mark.parametrize(("bound", "value", "lost"), [("MAX_FLOWS", 2, 1), ("MAX_BYTES", 9, 1)])
+@pytest.mark.parametrize(("bound", "value", "lost"), [("MAX_COMPLETIONS", 2, 1), ("MAX_BYTES", 9, 1)])
 def test_an_answer_for_which_there_is_no_room_is_lost_and_that_is_told(
     far: Subject, proxy: Proxy, events: list[Event], monkeypatch: pytest.MonkeyPatch, bound: str, value: int, lost: int
 ) -> None:

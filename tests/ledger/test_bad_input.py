@@ -627,6 +627,24 @@ def test_a_claim_that_cannot_set_its_ttl_leaves_no_row(
         subject.close()
 
 
+@pytest.mark.parametrize("left", ["released", "expired"])
+def test_a_takeover_that_cannot_set_the_ttl_leaves_the_row_as_it_was(
+    make_subject: MakeSubject, mode: Mode, real_server: Server, clock: TurnedClock, left: str
+) -> None:
+    """Redis has no rollback: the attempt before would be fenced, and nobody would run."""
+    admin = make_subject(mode, real_server)
+    r = admin.claimed(*ROW, "f")
+    admin.checkpoint(r, "charged", {"charge": "ch_1"})
+    admin.release(r) if left == "released" else clock.turn(31)
+    with user(real_server, "~*", "-@all", "+evalsha", "+eval", "+hmget", "+hset", "+pttl", "+del") as limited:
+        subject = make_subject(mode, real_server, **limited)
+        before, expires = admin.fields(r.row), admin.client.pexpiretime(r.row)
+        with pytest.raises(LedgerUnavailable, match="it did not run"):
+            subject.claim(*ROW, "f")
+        assert (admin.fields(r.row), admin.client.pexpiretime(r.row)) == (before, expires)
+        subject.close()
+
+
 LEAST = (
     *("resetkeys", "~idem:*", "resetchannels", "-@all", "+evalsha", "+eval", "+ping"),
     *("+hmget", "+hset", "+pexpire", "+pttl", "+del"),

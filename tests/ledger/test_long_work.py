@@ -130,8 +130,8 @@ def test_a_worker_stopped_for_two_leases_is_taken_over_and_finds_out(
     assert said.count("event completed") == 0
     assert "left" in said
     assert "refused" in said
-    assert [text for text in errors.splitlines() if "fenced" in text] == errors.splitlines()[:1], errors
-    assert len(errors.splitlines()) == 1
+    logged = [line for line in errors.splitlines() if "heartbeat_late" not in line]  # late it is, being stopped
+    assert ["fenced" in line for line in logged] == [True], errors
 
 
 @pytest.mark.slow
