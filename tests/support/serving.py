@@ -24,7 +24,7 @@ from tests.support.waiting import wait_until
 
 __all__ = ["KINDS", "Answer", "OnSocket", "Served"]
 
-KINDS = ("gunicorn-sync", "gunicorn-gthread", "waitress", "werkzeug", "gevent")
+KINDS = ("gunicorn-sync", "gunicorn-gthread", "gunicorn-gevent", "waitress", "werkzeug", "gevent")
 ROOT = Path(__file__).parents[2]
 
 
@@ -152,7 +152,7 @@ def _serve(kind: str, address: str, parent: str, url: str, namespace: str, runs:
         ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     if os.getppid() != int(parent):
         sys.exit("the parent is gone")
-    if kind == "gevent":
+    if kind.endswith("gevent"):
         from gevent import monkey
 
         monkey.patch_all()
