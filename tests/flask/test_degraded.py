@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import redis
 from flask import Response, abort, jsonify, request
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from idemredis import HoldForReview, NoReservation, Reservation
 from idemredis.flask import current_reservation
+from idemredis.telemetry import Telemetry
 from tests.support.clock import TurnedClock
 from tests.support.site import MakeSite, Site
 
@@ -178,6 +182,27 @@ def test_observing_runs_every_request_and_tells_what_would_have_happened(make_si
     assert site.told() == ["claimed", "completed", "replayed", "reused", "key_missing"]
     assert all(event.observed for event in site.events)
     assert (site.row()["status"], site.row()["response_body"]) == (b"completed", b"charge 1")
+
+
+def test_metrics_tell_what_was_only_observed_from_what_was_done(make_site: MakeSite) -> None:
+    reader = InMemoryMetricReader()
+    site = make_site(MODE="observe")
+    site.view()
+    site.send()
+    telemetry = Telemetry(MeterProvider([reader]))
+    for event in site.events:
+        telemetry(event)
+        telemetry(replace(event, observed=False))
+    data: Any = reader.get_metrics_data()
+    (counter,) = [
+        metric
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+        if metric.name == "idempotency.outcomes"
+    ]
+    told = [(point.attributes["outcome"], point.attributes.get("observed")) for point in counter.data.data_points]
+    assert sorted(told, key=str) == [(name, seen) for name in ("claimed", "completed") for seen in (None, True)]
 
 
 def test_observing_tells_of_a_request_in_progress_and_does_not_wait(make_site: MakeSite) -> None:

@@ -209,7 +209,7 @@ def test_a_protected_request_costs_two_commands_and_its_replay_one(app: Flask, c
         ("GET", "/protected", None, 6),
         ("GET", "/protected", KEY, 8),
         ("POST", "/plain", None, 2),
-        ("POST", "/plain", KEY, 21),
+        ("POST", "/plain", KEY, 25),
         ("POST", "/protected", KEY, 230),
     ],
 )
