@@ -9,6 +9,7 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flask import Flask, Request
+from werkzeug.local import LocalProxy
 
 if TYPE_CHECKING:
     from ._state import Options
@@ -86,10 +87,9 @@ class Views:
         for view in app.view_functions.values():
             for function in wrapped_by(view):
                 served.add(id(function))
-                view_class = getattr(function, "view_class", None)
-                for name in dir(view_class) if view_class is not None else ():
-                    if callable(method := getattr(view_class, name, None)):
-                        served.update(map(id, wrapped_by(method)))
+                for of_class in getattr(_get(function, "view_class"), "__mro__", ()):
+                    for member in vars(of_class).values():
+                        served.update(map(id, wrapped_by(member)))
         for function in protected:
             if id(function) in served:
                 setattr(function, _SERVED, True)
@@ -117,7 +117,7 @@ def wrapped_by(view: Any) -> Iterator[Any]:
     waiting = [view]
     while waiting and len(seen) < MOST_WRAPPED:
         found = waiting.pop(0)
-        if id(found) in seen or isinstance(found, type) or not callable(found):
+        if id(found) in seen or type(found) is LocalProxy or isinstance(found, type) or not callable(found):
             continue
         seen.add(id(found))
         yield found
@@ -131,7 +131,16 @@ def _within(view: Any) -> list[Any]:
         return [view.__func__, view.__self__]
     if isinstance(view, FunctionType):
         return [view.__dict__.get("__wrapped__"), *_cells(view)]
-    return list(getattr(view, "__dict__", {}).values())
+    within = _get(view, "__dict__")
+    return list(within.values()) if isinstance(within, dict) else []
+
+
+def _get(thing: Any, name: str) -> Any:
+    """Return an attribute, or None; a view may wrap anything, such as a proxy that has nothing to stand for yet."""
+    try:
+        return getattr(thing, name, None)
+    except Exception:
+        return None
 
 
 def _cells(function: FunctionType) -> list[Any]:
@@ -162,8 +171,8 @@ def _exempt_blueprint(app: Flask, endpoint: str) -> bool:
 
 def _marks_of(view: Any, method: str, exempt_blueprint: bool) -> Marks:
     direct = _places(view, method)
-    exempt = exempt_blueprint or any(hasattr(place, EXEMPT) for place in direct)
-    protected = any(hasattr(place, OPTIONS) for place in direct)
+    exempt = exempt_blueprint or any(_get(place, EXEMPT) is not None for place in direct)
+    protected = any(_get(place, OPTIONS) is not None for place in direct)
     if protected or exempt:
         return Marks(exempt, protected, False, () if protected else _hidden(direct, method)[1])
     return Marks(False, False, *_hidden(direct, method))
@@ -174,8 +183,8 @@ def _hidden(direct: list[Any], method: str) -> tuple[bool, tuple[Options, ...]]:
     for place in direct:
         for inner in wrapped_by(place):
             for found in _places(inner, method):
-                hidden_exempt |= hasattr(found, EXEMPT)
-                options = getattr(found, OPTIONS, None)
+                hidden_exempt |= _get(found, EXEMPT) is not None
+                options = _get(found, OPTIONS)
                 if options is not None and options not in hidden:
                     hidden.append(options)
     return hidden_exempt, tuple(hidden)
@@ -183,6 +192,6 @@ def _hidden(direct: list[Any], method: str) -> tuple[bool, tuple[Options, ...]]:
 
 def _places(view: Any, method: str) -> list[Any]:
     """Return where a mark can be: the view, its `MethodView` class, and the method that serves the request."""
-    view_class = getattr(view, "view_class", None)
-    served = getattr(view_class, method.lower(), None)
+    view_class = _get(view, "view_class")
+    served = _get(view_class, method.lower())
     return [place for place in (view, view_class, served) if place is not None]

@@ -101,6 +101,52 @@ def test_a_function_that_one_application_of_several_serves_is_not_named_by_the_o
     assert NOTHING not in caplog.text
 
 
+class _Odd:
+    """A callable whose attributes cannot be looked at, such as a proxy that stands for nothing yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("nothing to stand for")
+
+    def __call__(self) -> str:
+        return "odd"
+
+
+@pytest.mark.parametrize("protect_all", [False, True])
+def test_what_a_view_happens_to_hold_is_no_trouble(
+    protect_all: bool, make_site: MakeSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a factory that imports within itself: the view's closure then has proxies, clients and classes."""
+    from flask import current_app, g, session
+
+    site = make_site(PROTECT_ALL=protect_all)
+    held: list[Any] = [request, current_app, g, session, _Odd(), object(), int]
+
+    def holding(thing: Any) -> Callable[[], Any]:
+        def view() -> str:
+            return str(thing is not None)
+
+        return view
+
+    class Decorated:
+        def __init__(self, thing: Any) -> None:
+            self.thing = thing
+
+        def __call__(self) -> str:
+            return "True"
+
+    for number, thing in enumerate(held):
+        for kind, view in (("closure", holding(thing)), ("object", Decorated(thing))):
+            site.app.add_url_rule(f"/{kind}/{number}", f"{kind}{number}", view, methods=["POST"])
+    listed = site.app.test_cli_runner().invoke(commands, ["routes"])
+    assert listed.exception is None
+    assert len([line for line in listed.output.splitlines() if "/closure/" in line]) == len(held)
+    for number in range(len(held)):
+        for kind in ("closure", "object"):
+            assert site.send(f"{kind}{number}", f"/{kind}/{number}").text == "True"
+    assert len(site.rows()) == (2 * len(held) if protect_all else 0)
+    assert NOTHING not in caplog.text
+
+
 # PROTECT_ALL and decorators that hide marks
 
 
