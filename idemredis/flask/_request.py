@@ -188,6 +188,7 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
     settings, contract = state.settings, state.settings.contract
     request = exchange.request
     refuse = functools.partial(_refuse, state)
+    ran = "runs, since it is only observed" if settings.mode == "observe" else "was not run"
     try:
         principal = state.extension.principal()
         if principal is None:
@@ -207,7 +208,7 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
             route=_route(request),
         )
     except InvalidPrincipal as error:
-        logger.warning("a request has no valid principal and is refused: %s", error)
+        logger.warning("a request has no valid principal, and %s: %s", ran, error)
         return refuse(contract.principal_required())
     except InvalidKey as error:
         return refuse(contract.key_invalid(error))
@@ -218,10 +219,10 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
     except BodyTooLarge:
         return refuse(contract.body_too_large(settings.max_request))
     except NoRoom as error:
-        logger.error("a request body does not fit into the temporary directory, and its request was not run: %s", error)
+        logger.error("a request body does not fit into the temporary directory, and its request %s: %s", ran, error)
         return refuse(contract.unavailable())
     except CorruptRow as error:
-        logger.error("a row is corrupt, and its request was not run: %s", error)
+        logger.error("a row is corrupt, and its request %s: %s", ran, error)
         return refuse(contract.row_corrupt())
     except LedgerUnavailable as error:
         if not settings.fail_open or settings.mode == "observe":

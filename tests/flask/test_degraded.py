@@ -267,13 +267,14 @@ def test_an_incomplete_body_is_read_as_without_the_extension_while_observing(mak
     assert (len(site.runs), site.rows()) == (1, {})
 
 
-def test_a_corrupt_row_is_no_trouble_while_observing(make_site: MakeSite) -> None:
+def test_a_corrupt_row_is_no_trouble_while_observing(make_site: MakeSite, caplog: pytest.LogCaptureFixture) -> None:
     site = make_site(MODE="observe")
     site.view()
     site.send()
     site.store.hset(site.row_name(), "status", "other")
     before = site.rows()
     assert (site.send().text, site.rows()) == ("charge 2", before)
+    assert "a row is corrupt, and its request runs, since it is only observed" in caplog.text
 
 
 def test_a_view_that_holds_for_review_is_held_while_observing(make_site: MakeSite) -> None:
