@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
@@ -11,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from flask import Flask, Request, Response, request
 
 from ..core.reservation import Reservation
-from ..core.response import NULL_BODY_STATUSES
 from ..errors import HoldForReview
 from ..web.body import Environ, RequestBody
 from ..web.recorder import ResponseRecorder
+from ._content import record
 from ._state import EXTENSION, State
 
 if TYPE_CHECKING:
@@ -28,7 +27,6 @@ __all__ = [
     "current_answer",
     "exchanges",
     "process_response",
-    "record",
     "request_context",
     "watch",
 ]
@@ -50,7 +48,7 @@ _request: Callable[[], Request] = request._get_current_object  # type: ignore[at
 
 
 class Exchange:
-    """One request with a key, from when its context is made until its row is settled.
+    """One request, from when its context is made or its view begins until its row is settled.
 
     Attributes:
         request: the request that is served.
@@ -63,7 +61,7 @@ class Exchange:
         ended: True once Flask has finished with the request.
     """
 
-    def __init__(self, app: Flask, request: Request, context: RequestContext | None = None) -> None:
+    def __init__(self, app: Flask, request: Request, context: RequestContext) -> None:
         self.app = app
         self.request = request
         self.body: RequestBody | None = None
@@ -76,6 +74,7 @@ class Exchange:
         self._context = context
         self._began = sys.exc_info()[1]  # an exception that is handled around the request is not one of it
         self._depth = 0
+        self._may_claim = True
         self._watch: _Watch | None = None
         self._outer: Exchange | None = None
         self._functions_before = 0
@@ -90,8 +89,13 @@ class Exchange:
 
     # The request's context
 
-    def follow(self, context: RequestContext) -> None:
-        """Be told when the context is entered and left; the teardown functions run when it is left."""
+    def follow(self, context: RequestContext, *, entered: bool = False) -> None:
+        """Be told when the context is entered and left; the teardown functions run when it is left.
+
+        A request without a key, which records nothing, is followed from when its view begins.
+        """
+        self._depth = int(entered)
+        self._may_claim = not entered
         self._enter, self._leave = context.push, context.pop
         context.push = self._push  # type: ignore[method-assign]
         context.pop = self._pop  # type: ignore[method-assign, assignment]
@@ -118,7 +122,7 @@ class Exchange:
             # A stream with a context of its own keeps the context until it ends; the row then waits for the stream.
             if self._depth == 0 or self._processed:
                 self._end(error)
-            if self._depth == 0 and self._context is not None:  # so that the context is in no circle
+            if self._depth == 0:  # so that the context is in no circle
                 vars(self._context).pop("push", None)
                 vars(self._context).pop("pop", None)
 
@@ -132,7 +136,7 @@ class Exchange:
         environ = self.request.environ
         self._outer = exchanges.get()
         watch: _Watch | None = environ.get(_WATCHED)
-        if self._context is not None and watch is not None and watch.app is self.app:
+        if self._may_claim and watch is not None and watch.app is self.app:
             self._watch = watch
             watch.exchange = self
         environ[CLAIMED] = self
@@ -141,7 +145,7 @@ class Exchange:
 
     def covers(self, other: Request) -> bool:
         """Return True if a protected view of `other` runs under this exchange."""
-        return self.request is other or (self._context is not None and not self.ended)
+        return self.request is other or (self._may_claim and not self.ended)
 
     def view_returned(self) -> None:
         """Note that functions registered from now on come from around the view, and so on a replay, too."""
@@ -175,12 +179,11 @@ class Exchange:
     @property
     def _functions(self) -> list[Any]:
         """What `after_this_request` has registered, in its order."""
-        return [] if self._context is None else self._context._after_request_functions
+        return self._context._after_request_functions
 
     @_functions.setter
     def _functions(self, functions: list[Any]) -> None:
-        if self._context is not None:
-            self._context._after_request_functions = functions
+        self._context._after_request_functions = functions
 
     def _take(self, response: Response) -> Response:
         """Put a refusal or replay in its place again, or record the response as the content of the row."""
@@ -336,9 +339,11 @@ def watch(app: Flask, wsgi_app: WSGIApplication, environ: Environ, start_respons
 
 def request_context(app: Flask, make: Callable[[Environ], RequestContext], environ: Environ) -> RequestContext:
     """Make a request's context; that of a request with a key is followed."""
+    state: State = app.extensions[EXTENSION]
+    if not state.views.checked:
+        state.views.check(app, state.extension.protected)
     context = make(environ)
     if "HTTP_IDEMPOTENCY_KEY" in environ:
-        state: State = app.extensions[EXTENSION]
         settings = state.settings
         if settings.mode != "off" and environ["REQUEST_METHOD"].upper() in settings.methods:
             before: Exchange | None = environ.get(CLAIMED)
@@ -360,58 +365,3 @@ def current_answer() -> Response | None:
     """Return the refusal or replay of the request that is served, if it is one."""
     exchange = exchanges.get()
     return exchange.answer if exchange is not None and exchange.request is _request() else None
-
-
-# Recording
-
-
-def record(recorder: ResponseRecorder, response: Response, environ: Environ) -> None:
-    """Record a response as the content of the row; a stream is collected while it is sent."""
-    status, limit = response.status_code, recorder.max_body
-    headers: Iterable[tuple[str, str]] = response.headers.to_wsgi_list()
-    if not "".join([value for _, value in headers]).isascii():
-        headers = response.get_wsgi_headers(environ)  # as Werkzeug sends them: a Location is encoded
-    if status in NULL_BODY_STATUSES:
-        recorder.record(status, headers, b"")
-    elif response.is_sequence:
-        pieces = list(response.iter_encoded())
-        if sum(map(len, pieces)) <= limit:
-            recorder.record(status, headers, b"".join(pieces))
-        else:
-            recorder.record_omitted(status, headers, "too_large")
-    elif response.content_length is None:
-        response.response = recorder.collect(response.response, status, headers)
-    elif response.content_length <= limit:
-        _record_short(recorder, response, response.content_length, headers)
-    else:
-        recorder.record_omitted(status, headers, "too_large")
-
-
-def _record_short(
-    recorder: ResponseRecorder, response: Response, length: int, headers: Iterable[tuple[str, str]]
-) -> None:
-    """Read a short stream to its end, so that it is recorded before the client receives it.
-
-    If the stream breaks, the client has received nothing yet, so the exception counts as one of the view.
-    """
-    close = getattr(response.response, "close", None)
-    rest = iter(response.iter_encoded())
-    pieces: list[bytes] = []
-    try:
-        while length >= 0 and (piece := next(rest, None)) is not None:
-            pieces.append(piece)
-            length -= len(piece)
-    except BaseException:
-        response.close()
-        raise
-    response.direct_passthrough = False
-    if length < 0:  # longer than its Content-Length, so it is streamed and not stored
-        response.response = itertools.chain(pieces, rest)
-        if close is not None:
-            response.call_on_close(close)
-        recorder.record_omitted(response.status_code, headers, "too_large")
-        return
-    response.response = pieces
-    if close is not None:
-        close()
-    recorder.record(response.status_code, headers, b"".join(pieces))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast, overload
+from weakref import WeakSet
 
 from flask import Blueprint, Flask, current_app, request
 
@@ -17,11 +19,11 @@ from ..events import Observer
 from ..ledger import Ledger
 from ..policy import check_seconds
 from ..store.clients import Client
-from ..web.settings import LEDGER_SETTINGS, PREFIX, Settings, in_settings
+from ..web.settings import LEDGER_SETTINGS, PREFIX, Settings, check_options, in_settings
 from ._exchange import current_answer, exchanges, process_response, request_context, watch
 from ._request import run_protected
 from ._state import EXTENSION, Options, State
-from ._views import EXEMPT, OPTIONS, exempt_blueprint
+from ._views import EXEMPT, OPTIONS
 
 __all__ = ["Idempotency"]
 
@@ -40,10 +42,13 @@ class Idempotency:
         client: a redis-py client to use in place of `IDEMREDIS_URL`.
         ledger: a `Ledger` to use in place of a client and of the settings that belong to a ledger.
         observers: called with each `Event`.
+        problem: shapes refusals: `problem(code, status, message, facts)` is called within the request and returns what
+            a view might return. `facts` has further numbers, such as `lease_ms`. A Retry-After is added where the
+            refusal has one. If the function raises, the refusal is sent as it is without it.
 
     Raises:
-        ConfigurationError: the constant is not a valid principal, `ledger` is not a `Ledger`, or both `client` and
-            `ledger` are given.
+        ConfigurationError: the constant is not a valid principal, `ledger` is not a `Ledger`, both `client` and
+            `ledger` are given, `observers` and `ledger` are given, or `problem` is not a function.
     """
 
     def __init__(
@@ -54,15 +59,23 @@ class Idempotency:
         client: Client | None = None,
         ledger: Ledger | None = None,
         observers: Iterable[Observer] = (),
+        problem: Callable[[str, int, str, dict[str, int]], Any] | None = None,
     ) -> None:
         if client is not None and ledger is not None:
             raise ConfigurationError("pass a client or a ledger, not both; a ledger has its own client")
         if ledger is not None and not isinstance(ledger, Ledger):
             raise ConfigurationError(f"ledger must be a Ledger, not {type(ledger).__name__}")
+        self._observers = tuple(observers)
+        if ledger is not None and self._observers:
+            raise ConfigurationError("pass observers to the Ledger; one that is passed here has its own")
+        if problem is not None and not callable(problem):
+            raise ConfigurationError(f"problem must be a function, not {problem!r}")
+        self.problem = problem
+        self.protected: WeakSet[Callable[..., Any]] = WeakSet()
+        self._retention = math.inf if ledger is None else ledger.policy.retention
         self._principal = principal if callable(principal) else _constant(principal)
         self._client = client
         self._ledger = ledger
-        self._observers = tuple(observers)
         if app is not None:
             self.init_app(app)
 
@@ -80,7 +93,17 @@ class Idempotency:
         before: State | None = app.extensions.get(EXTENSION)
         if before is not None and before.extension is not self:
             raise ConfigurationError(f"the application {app.name!r} has an Idempotency already; call init_app on that")
+        if (app.url_map.host_matching or app.subdomain_matching) and "host" not in map(
+            str.lower, settings.fingerprint_headers
+        ):
+            raise ConfigurationError(
+                f"{app.name!r} routes by host, so {PREFIX}FINGERPRINT_HEADERS must have 'host' in it; add it to "
+                f"{settings.fingerprint_headers!r}"
+            )
         state = State(self, self._make_ledger(settings), settings)
+        for view in self.protected:
+            _check_lease(getattr(view, OPTIONS), state.ledger.policy.retention, view.__qualname__)
+        self._retention = min(self._retention, state.ledger.policy.retention)
         if before is None:
             # Flask refuses this once the application has served a request, and then nothing is hooked in.
             app.teardown_request(_nothing)
@@ -125,9 +148,14 @@ class Idempotency:
         Raises:
             ConfigurationError, TypeError: an option is not supported.
         """
+        if view is not None and (isinstance(view, type) or not callable(view)):
+            raise ConfigurationError(_misused(view))
         chosen = _checked(Options(**options))
+        _check_lease(chosen, self._retention)
 
         def decorate(view: View) -> View:
+            if isinstance(view, type) or not callable(view):
+                raise ConfigurationError(_misused(view))
             is_async = inspect.iscoroutinefunction(view)
 
             @functools.wraps(view)
@@ -136,6 +164,7 @@ class Idempotency:
                 return run_protected(chosen, functools.partial(run, *args, **kwargs))
 
             setattr(protected, OPTIONS, chosen)
+            self.protected.add(protected)
             return cast(View, protected)
 
         return decorate if view is None else decorate(view)
@@ -166,13 +195,16 @@ class Idempotency:
         else:
             make = functools.partial(Ledger.from_url, settings.url)
         try:
-            return make(
+            ledger = make(
                 settings.policy,
                 settings.namespace,
                 self._observers,
                 socket_timeout=settings.socket_timeout,
                 log_keys=settings.log_keys,
             )
+            if settings.url is not None:
+                check_options(ledger.client)
+            return ledger
         except ConfigurationError as error:
             raise in_settings(error) from None
 
@@ -212,7 +244,7 @@ def _dispatch(app: Flask, dispatch: Callable[..., Any], *args: Any) -> Any:
 def _protect(app: Flask, state: State, dispatch: Callable[[], Any]) -> Any:
     """Protect a request under `PROTECT_ALL`; runs after the `before_request` functions, so after authentication."""
     method, endpoint = request.method.upper(), request.endpoint
-    if method not in state.settings.methods or endpoint is None or exempt_blueprint(app, request):
+    if method not in state.settings.methods or endpoint is None:
         return dispatch()
     marks = state.views.marks(app, endpoint, method)
     if marks.exempt or marks.protected:  # a decorated view protects itself, with its own options
@@ -231,6 +263,23 @@ def _constant(principal: object) -> Callable[[], object]:
     except InvalidPrincipal as error:
         raise ConfigurationError(f"{error}; pass a function, or a constant for a single-tenant service") from None
     return lambda: principal
+
+
+def _misused(view: object) -> str:
+    if isinstance(view, type):
+        return f"protect takes a function; give the class {view.__name__} `decorators = [idempotency.protect]` instead"
+    if isinstance(view, str):
+        return f"protect takes a function, or options by name: protect(operation={view!r})"
+    return f"protect takes a function, or options by name, not {view!r}"
+
+
+def _check_lease(options: Options, retention: float, view: str = "") -> None:
+    if options.lease is not None and options.lease >= retention:
+        of_view = f" of {view}" if view else ""
+        raise ConfigurationError(
+            f"protect(lease={options.lease:g}){of_view} must be shorter than the retention of {retention:g} s; "
+            f"choose a shorter lease, or a longer {PREFIX}RETENTION_SECONDS"
+        )
 
 
 def _checked(options: Options) -> Options:

@@ -14,8 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from flask import Flask, Request, Response, current_app, has_request_context, request
+from flask.ctx import RequestContext
+from flask.globals import request_ctx
 from werkzeug.datastructures import Headers
-from werkzeug.exceptions import RequestEntityTooLarge
+from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from ..core.fingerprint import begin_fingerprint, fingerprint_endpoint
 from ..core.keys import Identity, identify, valid_principal
@@ -146,7 +148,10 @@ def _exchange_of(app: Flask, state: State, owning_request: Request, header: str 
         raise ConfigurationError(
             f"{app.name!r} did not make this request's context with app.request_context, so its end cannot be seen"
         )
-    return Exchange(app, owning_request)
+    context: RequestContext = request_ctx._get_current_object()  # type: ignore[attr-defined]
+    exchange = Exchange(app, owning_request, context)
+    exchange.follow(context, entered=True)
+    return exchange
 
 
 def _run(state: State, options: Options, exchange: Exchange, claimed: Reservation, view: Callable[[], Any]) -> Any:
@@ -183,6 +188,7 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
     settings, contract = state.settings, state.settings.contract
     request = exchange.request
     refuse = functools.partial(_refuse, state)
+    ran = "runs, since it is only observed" if settings.mode == "observe" else "was not run"
     try:
         principal = state.extension.principal()
         if principal is None:
@@ -202,7 +208,7 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
             route=_route(request),
         )
     except InvalidPrincipal as error:
-        logger.warning("a request has no valid principal and is refused: %s", error)
+        logger.warning("a request has no valid principal, and %s: %s", ran, error)
         return refuse(contract.principal_required())
     except InvalidKey as error:
         return refuse(contract.key_invalid(error))
@@ -213,10 +219,10 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
     except BodyTooLarge:
         return refuse(contract.body_too_large(settings.max_request))
     except NoRoom as error:
-        logger.error("a request body does not fit into the temporary directory, and its request was not run: %s", error)
+        logger.error("a request body does not fit into the temporary directory, and its request %s: %s", ran, error)
         return refuse(contract.unavailable())
     except CorruptRow as error:
-        logger.error("a row is corrupt, and its request was not run: %s", error)
+        logger.error("a row is corrupt, and its request %s: %s", ran, error)
         return refuse(contract.row_corrupt())
     except LedgerUnavailable as error:
         busy = error.reason == "busy_pool"  # which says nothing about Redis
@@ -272,6 +278,8 @@ def _fingerprint(state: State, options: Options, exchange: Exchange) -> str:
         value = options.fingerprint()
     if value == "":
         raise ConfigurationError("fingerprint must return a non-empty str, or a JSON value; it returned ''")
+    if exchange.app.url_map.host_matching or exchange.app.subdomain_matching:
+        target = f"{environ.get('HTTP_HOST', '')}{target}"
     return fingerprint_endpoint(request.method, target, options.operation, value)
 
 
@@ -342,7 +350,23 @@ def _replay(stored: StoredResponse) -> Response:
 
 
 def _refuse(state: State, refusal: Refusal) -> Response:
-    return _respond(refusal, refusal.headers)
+    """Return a refusal, in the application's own shape if it has one."""
+    problem = state.extension.problem
+    if problem is None or state.settings.mode == "observe":
+        return _respond(refusal, refusal.headers)
+    app = _app()
+    try:
+        shaped = app.ensure_sync(problem)(refusal.code, refusal.status, refusal.message, dict(refusal.facts))
+        response = app.make_response(shaped)
+    except HTTPException as error:
+        response = app.make_response(error.get_response())
+    except Exception:
+        logger.exception("problem= failed for %s, which is sent as it is", refusal.code)
+        return _respond(refusal, refusal.headers)
+    for name, value in refusal.headers:
+        if name == "Retry-After":
+            response.headers.setdefault(name, value)
+    return response
 
 
 def _respond(stored: StoredResponse, headers: Iterable[tuple[str, str]]) -> Response:

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import logging
+from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flask import Flask, Request
+from werkzeug.local import LocalProxy
 
 if TYPE_CHECKING:
     from ._state import Options
 
 __all__ = ["EXEMPT", "OPTIONS", "Marks", "Views", "wrapped_by"]
 
+logger = logging.getLogger("idemredis")
+
 OPTIONS = "__idemredis_options__"
 """Attribute of a protected view that has its options."""
 
 EXEMPT = "__idemredis_exempt__"
 """Attribute of a view, a class of views or a blueprint that is exempt."""
+
+_SERVED = "__idemredis_served__"
 
 MOST_WRAPPED = 100
 """Functions that are looked at to find what a view wraps; more than any stack of decorators has."""
@@ -28,7 +34,7 @@ class Marks(NamedTuple):
     """What is known of one view and method.
 
     Attributes:
-        exempt: it is exempt.
+        exempt: it is exempt, or its blueprint is.
         protected: it protects itself, with its own options.
         hidden_exempt: something that it wraps is exempt, but a decorator without `functools.wraps` hides that.
         hidden: the options of protected functions that it wraps and whose decorators hide them.
@@ -41,9 +47,14 @@ class Marks(NamedTuple):
 
 
 class Views:
-    """The marks of an application's views; found once a view and method."""
+    """The marks of an application's views; found once a view and method.
+
+    Attributes:
+        checked: True once the protected functions that no route serves have been named.
+    """
 
     def __init__(self) -> None:
+        self.checked = False
         self._marks: dict[tuple[str, str], tuple[object, Marks]] = {}
         self._learned: set[str] = set()
 
@@ -52,7 +63,7 @@ class Views:
         view = app.view_functions.get(endpoint)
         of_view, marks = self._marks.get((endpoint, method), (None, None))
         if marks is None or of_view is not view:
-            marks = _marks_of(view, method)
+            marks = _marks_of(view, method, _exempt_blueprint(app, endpoint))
             self._marks[endpoint, method] = view, marks
         return marks
 
@@ -62,19 +73,42 @@ class Views:
         if endpoint is None:
             return False
         marks = self.marks(app, endpoint, request.method.upper())
-        if marks.protected or marks.hidden or endpoint in self._learned:
-            return True
-        return protect_all and not marks.exempt and not exempt_blueprint(app, request)
+        return bool(marks.protected or marks.hidden or endpoint in self._learned or (protect_all and not marks.exempt))
 
     def learn(self, endpoint: str | None) -> None:
         """Note that the view of an endpoint is protected, which could not be seen from outside."""
         if endpoint is not None:
             self._learned.add(endpoint)
 
+    def check(self, app: Flask, protected: Iterable[Any]) -> None:
+        """Warn of each function that `protect` returned and that no route serves; once, at the first request."""
+        self.checked = True
+        served: set[int] = set()
+        for view in app.view_functions.values():
+            for function in wrapped_by(view):
+                served.add(id(function))
+                for of_class in getattr(_get(function, "view_class"), "__mro__", ()):
+                    for member in vars(of_class).values():
+                        served.update(map(id, wrapped_by(member)))
+        for function in protected:
+            if id(function) in served:
+                setattr(function, _SERVED, True)
+            elif not hasattr(function, _SERVED):
+                logger.warning(
+                    "protect of %s.%s protects nothing: no route serves the function that it returned; put @protect "
+                    "below the route's decorator, next to the function",
+                    function.__module__,
+                    function.__qualname__,
+                )
 
-def exempt_blueprint(app: Flask, request: Request) -> bool:
-    """Return True if the view belongs to an exempt blueprint."""
-    return any(hasattr(app.blueprints[name], EXEMPT) for name in request.blueprints)
+    def routes(self, app: Flask, methods: frozenset[str], protect_all: bool) -> list[tuple[str, str, str, str]]:
+        """Return method, rule, endpoint and protection of each route with an unsafe method, in their order."""
+        found = []
+        for rule in app.url_map.iter_rules():
+            for method in sorted((rule.methods or set()) & methods):
+                marks = self.marks(app, rule.endpoint, method)
+                found.append((method, rule.rule, rule.endpoint, _protection(marks, protect_all)))
+        return found
 
 
 def wrapped_by(view: Any) -> Iterator[Any]:
@@ -83,7 +117,7 @@ def wrapped_by(view: Any) -> Iterator[Any]:
     waiting = [view]
     while waiting and len(seen) < MOST_WRAPPED:
         found = waiting.pop(0)
-        if id(found) in seen or isinstance(found, type) or not callable(found):
+        if id(found) in seen or type(found) is LocalProxy or isinstance(found, type) or not callable(found):
             continue
         seen.add(id(found))
         yield found
@@ -97,7 +131,16 @@ def _within(view: Any) -> list[Any]:
         return [view.__func__, view.__self__]
     if isinstance(view, FunctionType):
         return [view.__dict__.get("__wrapped__"), *_cells(view)]
-    return list(getattr(view, "__dict__", {}).values())
+    within = _get(view, "__dict__")
+    return list(within.values()) if isinstance(within, dict) else []
+
+
+def _get(thing: Any, name: str) -> Any:
+    """Return an attribute, or None; a view may wrap anything, such as a proxy that has nothing to stand for yet."""
+    try:
+        return getattr(thing, name, None)
+    except Exception:
+        return None
 
 
 def _cells(function: FunctionType) -> list[Any]:
@@ -110,25 +153,45 @@ def _cells(function: FunctionType) -> list[Any]:
     return found
 
 
-def _marks_of(view: Any, method: str) -> Marks:
+def _protection(marks: Marks, protect_all: bool) -> str:
+    if marks.protected:
+        return "protected"
+    if marks.exempt:
+        return "exempt"
+    if marks.hidden_exempt or len(marks.hidden) > 1:
+        return "UNCLEAR: a decorator without functools.wraps hides its options or its exemption"
+    return "protected" if protect_all or marks.hidden else "NOT protected"
+
+
+def _exempt_blueprint(app: Flask, endpoint: str) -> bool:
+    names = endpoint.split(".")[:-1]
+    around = (".".join(names[: n + 1]) for n in range(len(names)))
+    return any(hasattr(app.blueprints.get(name), EXEMPT) for name in around)
+
+
+def _marks_of(view: Any, method: str, exempt_blueprint: bool) -> Marks:
     direct = _places(view, method)
-    exempt = any(hasattr(place, EXEMPT) for place in direct)
-    protected = any(hasattr(place, OPTIONS) for place in direct)
-    if exempt or protected:
-        return Marks(exempt, protected and not exempt, False, ())
-    hidden_exempt, hidden = False, []
+    exempt = exempt_blueprint or any(_get(place, EXEMPT) is not None for place in direct)
+    protected = any(_get(place, OPTIONS) is not None for place in direct)
+    if protected or exempt:
+        return Marks(exempt, protected, False, () if protected else _hidden(direct, method)[1])
+    return Marks(False, False, *_hidden(direct, method))
+
+
+def _hidden(direct: list[Any], method: str) -> tuple[bool, tuple[Options, ...]]:
+    hidden_exempt, hidden = False, list[Any]()
     for place in direct:
         for inner in wrapped_by(place):
             for found in _places(inner, method):
-                hidden_exempt |= hasattr(found, EXEMPT)
-                options = getattr(found, OPTIONS, None)
+                hidden_exempt |= _get(found, EXEMPT) is not None
+                options = _get(found, OPTIONS)
                 if options is not None and options not in hidden:
                     hidden.append(options)
-    return Marks(False, False, hidden_exempt, tuple(hidden))
+    return hidden_exempt, tuple(hidden)
 
 
 def _places(view: Any, method: str) -> list[Any]:
     """Return where a mark can be: the view, its `MethodView` class, and the method that serves the request."""
-    view_class = getattr(view, "view_class", None)
-    served = getattr(view_class, method.lower(), None)
+    view_class = _get(view, "view_class")
+    served = _get(view_class, method.lower())
     return [place for place in (view, view_class, served) if place is not None]

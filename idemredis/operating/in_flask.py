@@ -10,6 +10,7 @@ from ..ledger import Ledger
 from ..store.clients import SOCKET_TIMEOUT
 from .cli import Commands, audit_log_option, log_audit
 from .commands import COMMANDS, EXIT_CODES, Session
+from .tables import print_json
 
 __all__ = ["commands"]
 
@@ -38,3 +39,20 @@ def commands(ctx: click.Context, audit_log: str | None) -> None:
 
 for _command in COMMANDS:
     commands.add_command(_command)
+
+
+@commands.command("routes", epilog=EXIT_CODES)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def routes(as_json: bool) -> None:
+    """List this application's routes with an unsafe method: protected, exempt, or NOT protected."""
+    state = current_app.extensions["idemredis"]
+    settings = state.settings
+    found = state.views.routes(current_app, settings.methods, settings.protect_all)
+    if as_json:
+        print_json([dict(zip(("method", "rule", "endpoint", "protection"), row, strict=True)) for row in found])
+        return
+    if settings.mode != "enforce":
+        click.echo(f"IDEMREDIS_MODE is {settings.mode!r}: no request is refused or replayed")
+    widths = [max((len(row[n]) for row in found), default=0) for n in range(3)]
+    for *cells, protection in found:
+        click.echo("  ".join([cell.ljust(width) for cell, width in zip(cells, widths, strict=True)] + [protection]))

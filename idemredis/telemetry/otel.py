@@ -46,7 +46,7 @@ _BAD = frozenset[EventName]({"fenced", "completion_lost", "unavailable"})
 class Telemetry:
     """Record metrics and spans of a ledger's events; pass an instance as an observer.
 
-    - counter `idempotency.outcomes`, by `outcome` (the event's name), `operation` and `route`
+    - counter `idempotency.outcomes`, by `outcome` (the event's name), `operation`, `route`; `observed` if only so
     - histogram `idempotency.call.duration` in seconds, by `script` and `outcome`
     - gauge `idempotency.reservations.held`: attempts of this process that hold a row
     - a span `idempotency.claim` for each claim and `idempotency.completion` for each end of an attempt, as children of
@@ -89,7 +89,8 @@ class Telemetry:
     def __call__(self, event: Event) -> None:
         """Record one event."""
         operation, route = _label(event.operation, self._operations), _label(event.route, self._routes)
-        self._outcomes.add(1, {"outcome": event.name, "operation": operation, "route": route})
+        observed = {"observed": True} if event.observed else {}
+        self._outcomes.add(1, {"outcome": event.name, "operation": operation, "route": route, **observed})
         self._hold(event)
         if event.name in _CLAIM or (event.name == "unavailable" and not event.generation):
             self._span("idempotency.claim", event)

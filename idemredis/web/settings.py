@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
+from urllib.parse import urlsplit
 
 from ..core.fingerprint import FINGERPRINT_HEADERS
 from ..core.response import REPLAY_HEADERS, storable_names
@@ -16,7 +17,7 @@ from ..policy import Policy, check_seconds
 from ..store.clients import SOCKET_TIMEOUT
 from .contract import SAFE_METHODS, Contract, Protocol
 
-__all__ = ["DEFAULTS", "LEDGER_SETTINGS", "MODES", "PREFIX", "Mode", "Settings", "in_settings"]
+__all__ = ["DEFAULTS", "LEDGER_SETTINGS", "MODES", "PREFIX", "Mode", "Settings", "check_options", "in_settings"]
 
 PREFIX = "IDEMREDIS_"
 
@@ -126,6 +127,7 @@ class Settings:
                 f"{PREFIX}REPLAY_HEADERS must be without {never[0]!r}, which belongs to one client or one delivery; "
                 f"remove it from {values['REPLAY_HEADERS']!r}"
             )
+        _check_url(values["URL"])
         return cls(
             url=values["URL"],
             mode=values["MODE"],
@@ -144,6 +146,34 @@ class Settings:
             socket_timeout=values["SOCKET_TIMEOUT_SECONDS"],
             log_keys=values["LOG_KEYS"],
             configured=frozenset(config),
+        )
+
+
+def check_options(client: Any) -> None:
+    """Refuse a client whose URL has an option that connections do not have; it would fail at the first request.
+
+    Raises:
+        ConfigurationError: the option is unknown.
+    """
+    pool = getattr(client, "connection_pool", None)
+    if pool is None:
+        return
+    try:
+        pool.connection_class(**pool.connection_kwargs)
+    except TypeError as error:
+        named = re.search(r"argument '(\w+)'", str(error))
+        option = f"the option {named[1]!r}" if named else "an option"
+        raise ConfigurationError(f"{PREFIX}URL cannot be used: it has {option}, which is unknown; remove it") from None
+
+
+def _check_url(url: str | None) -> None:
+    """Refuse a path that is no database number: redis-py would use database 0."""
+    if url is None or not url.startswith(("redis:", "rediss:")):
+        return
+    if not re.fullmatch(r"/?|/\d+/?", urlsplit(url).path):  # not shown: it may have part of a password in it
+        raise ConfigurationError(
+            f"{PREFIX}URL cannot be used: its path must be the number of a database, such as /0; a password with / or "
+            "? in it must be percent-encoded"
         )
 
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import redis
 from flask import Response, abort, jsonify, request
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from idemredis import HoldForReview, NoReservation, Reservation
 from idemredis.flask import current_reservation
+from idemredis.telemetry import Telemetry
 from tests.support.clock import TurnedClock
 from tests.support.site import MakeSite, Site
 
@@ -180,6 +184,27 @@ def test_observing_runs_every_request_and_tells_what_would_have_happened(make_si
     assert (site.row()["status"], site.row()["response_body"]) == (b"completed", b"charge 1")
 
 
+def test_metrics_tell_what_was_only_observed_from_what_was_done(make_site: MakeSite) -> None:
+    reader = InMemoryMetricReader()
+    site = make_site(MODE="observe")
+    site.view()
+    site.send()
+    telemetry = Telemetry(MeterProvider([reader]))
+    for event in site.events:
+        telemetry(event)
+        telemetry(replace(event, observed=False))
+    data: Any = reader.get_metrics_data()
+    (counter,) = [
+        metric
+        for resource in data.resource_metrics
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+        if metric.name == "idempotency.outcomes"
+    ]
+    told = [(point.attributes["outcome"], point.attributes.get("observed")) for point in counter.data.data_points]
+    assert sorted(told, key=str) == [(name, seen) for name in ("claimed", "completed") for seen in (None, True)]
+
+
 def test_observing_tells_of_a_request_in_progress_and_does_not_wait(make_site: MakeSite) -> None:
     site = make_site(MODE="observe", WAIT_SECONDS=30)
 
@@ -242,13 +267,14 @@ def test_an_incomplete_body_is_read_as_without_the_extension_while_observing(mak
     assert (len(site.runs), site.rows()) == (1, {})
 
 
-def test_a_corrupt_row_is_no_trouble_while_observing(make_site: MakeSite) -> None:
+def test_a_corrupt_row_is_no_trouble_while_observing(make_site: MakeSite, caplog: pytest.LogCaptureFixture) -> None:
     site = make_site(MODE="observe")
     site.view()
     site.send()
     site.store.hset(site.row_name(), "status", "other")
     before = site.rows()
     assert (site.send().text, site.rows()) == ("charge 2", before)
+    assert "a row is corrupt, and its request runs, since it is only observed" in caplog.text
 
 
 def test_a_view_that_holds_for_review_is_held_while_observing(make_site: MakeSite) -> None:

@@ -827,7 +827,10 @@ def test_the_whole_ends_within_two_calls(make_site: MakeSite) -> None:
     assert site.sent == ["EVALSHA", "EVALSHA"]
 
 
-def test_nothing_of_a_request_keeps_its_context_alive(site: Site) -> None:
+@pytest.mark.parametrize("settings", [{}, {"REQUIRED": False}, {"MODE": "observe"}, {"MODE": "off"}], ids=str)
+def test_nothing_of_a_request_keeps_its_context_alive(settings: dict[str, Any], make_site: MakeSite) -> None:
+    site = make_site(**settings)
+    site.view()
     contexts: list[Any] = []
     make = site.app.request_context
 
@@ -841,9 +844,9 @@ def test_nothing_of_a_request_keeps_its_context_alive(site: Site) -> None:
     gc.collect()
     gc.disable()
     try:
-        for _ in range(2):
-            site.send()
-        assert [context() for context in contexts] == [None, None]
+        for key in ("k1", "k1", None):
+            site.send(key)
+        assert [context() for context in contexts] == [None] * 3
     finally:
         gc.enable()
 

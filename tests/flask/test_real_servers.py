@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 
 import pytest
@@ -14,6 +16,7 @@ from tests.support.servers import Server
 from tests.support.serving import Served
 from tests.support.started import Servers
 from tests.support.vectors import VECTORS, body_of
+from tests.support.waiting import wait_until
 
 RAW_KINDS = tuple(kind for kind in KINDS if kind != "gevent")
 """Those that hand on the raw target."""
@@ -25,7 +28,7 @@ def served_by(all_servers: Servers) -> Iterator[Callable[[str], Served]]:
     running: dict[str, Served] = {}
 
     def get(kind: str) -> Served:
-        if kind == "gevent" and find_spec("gevent") is None:
+        if kind.endswith("gevent") and find_spec("gevent") is None:
             pytest.skip("gevent is not installed")
         if kind not in running:
             server = all_servers.get("valkey")
@@ -174,3 +177,69 @@ def test_bytes_that_no_key_may_have_are_refused_by_every_server_or_by_us(
         answer = served.exchange(_head(key=key, Content_Length="0"))
         assert answer.status in (0, 400, 431), key
     assert (served.runs(), _rows(valkey_server)) == ([], 0)
+
+
+@pytest.mark.parametrize("answer", ["plain", "stream", "file"])
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_first_answer_and_its_replay_are_the_same_behind_every_server(
+    kind: str, chunked: bool, answer: str, served_by: Callable[[str], Served], valkey_server: Server
+) -> None:
+    served = served_by(kind)
+    head, body = (
+        (_head(f"/answers/{answer}", Transfer_Encoding="chunked"), _chunks(b"abc", 2))
+        if chunked
+        else (_head(f"/answers/{answer}", Content_Length="3"), b"abc")
+    )
+    first = served.exchange(head, body)
+    wait_until(lambda: _status(valkey_server) == b"completed")
+    again = served.exchange(head, body)
+    assert first.status == again.status == (200 if answer == "file" else 201)
+    assert (again.body, again.headers["idempotent-replayed"]) == (first.body, "true")
+    assert again.headers["content-type"] == first.headers["content-type"]
+    assert served.runs() == ["k1"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_commit_that_fails_in_the_teardown_is_no_success_behind_any_server(
+    kind: str, served_by: Callable[[str], Served], valkey_server: Server
+) -> None:
+    served = served_by(kind)
+    head = _head("/answers/uncommitted", Content_Length="0")
+    assert served.exchange(head).status in (0, 500)
+    again = served.exchange(head)
+    assert (again.status, again.body, served.runs()) == (201, b"uncommitted", ["k1", "k1"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_that_breaks_is_final_only_if_something_of_it_was_sent(
+    kind: str, served_by: Callable[[str], Served], valkey_server: Server
+) -> None:
+    served = served_by(kind)
+    for key, answer in (("k1", "broken"), ("k2", "broken-first")):
+        with suppress(http.client.IncompleteRead):
+            served.exchange(_head(f"/answers/{answer}", key=key, Content_Length="0"))
+    wait_until(lambda: _status(valkey_server) == b"completed")
+    assert served.exchange(_head("/answers/broken", Content_Length="0")).error == "idempotency_response_not_stored"
+    with valkey_server.client() as client:
+        assert client.hmget(f"served:{PRINCIPAL}:k2", "status", "owner") == [b"pending", b""]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "waitress"])
+def test_a_small_stream_whose_client_goes_away_is_stored_whole_behind_a_server(
+    kind: str, served_by: Callable[[str], Served], valkey_server: Server
+) -> None:
+    """waitress reads a response to its end by itself."""
+    served = served_by(kind)
+    head = _head("/answers/slow", Content_Length="0")
+    with served.connect() as connection:
+        connection.sendall(f"{head}\nHost: shop\nConnection: close\n\n".replace("\n", "\r\n").encode())
+        assert connection.recv(1)
+    wait_until(lambda: _status(valkey_server) == b"completed", 20.0)
+    again = served.exchange(head)
+    assert (again.status, again.body.count(b"piece"), served.runs()) == (201, 20, ["k1"])
+
+
+def _status(server: Server, key: str = "k1") -> object:
+    with server.client() as client:
+        return client.hget(f"served:{PRINCIPAL}:{key}", "status")

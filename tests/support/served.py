@@ -13,11 +13,12 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flask import Flask, request
+from flask import Flask, Response, request, send_file, stream_with_context
 
 from idemredis import Ledger, Policy, Reservation
 from idemredis.core.outcomes import Outcome
@@ -26,8 +27,7 @@ from idemredis.flask import Idempotency, current_reservation
 
 __all__ = ["KINDS", "LET_GO", "PRINCIPAL", "Setup"]
 
-KINDS = ("gunicorn-sync", "gunicorn-gthread", "waitress", "werkzeug", "gevent")
-"""One of each server. gunicorn has workers of "gevent" too."""
+KINDS = ("gunicorn-sync", "gunicorn-gthread", "gunicorn-gevent", "waitress", "werkzeug", "gevent")
 
 PRINCIPAL = "acct-secret-1"
 LET_GO = "let go"
@@ -134,7 +134,38 @@ def _create_app(setup: Setup) -> Flask:
             "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         }, 201
 
+    @app.post("/answers/<kind>")
+    @idempotency.protect
+    def answer(kind: str) -> Any:
+        ledger.note(current_reservation.key, "begun")
+        match kind:
+            case "stream":
+                return Response(stream_with_context(_pieces(100)), 201)
+            case "slow":
+                return Response(_pieces(20, 0.05), 201)
+            case "broken":
+                return Response(_pieces(3, last=LookupError("the source broke")), 201)
+            case "broken-first":
+                return Response(_pieces(0, last=LookupError("the source broke")), 201)
+            case "file":
+                return send_file(__file__)
+            case _:
+                return kind, 201
+
+    @app.teardown_request
+    def commit(error: BaseException | None) -> None:
+        if request.path == "/answers/uncommitted" and current_reservation and current_reservation.generation == 1:
+            raise LookupError("the commit failed")
+
     return app
+
+
+def _pieces(number: int, pause: float = 0.0, last: Exception | None = None) -> Iterator[str]:
+    for n in range(number):
+        time.sleep(pause)
+        yield f"piece {n}\n"
+    if last is not None:
+        raise last
 
 
 def _serve(setup: Setup) -> None:
