@@ -19,7 +19,7 @@ from embedded import running, valkey
 from gateway import SLOW, Gateway
 from proof import prove, wait_for
 
-from idemredis import KeyInProgress, Ledger, current_reservation
+from idemredis import FencedOut, KeyInProgress, Ledger, current_reservation
 
 REDIS = os.environ.get("SHOP_REDIS", "redis://127.0.0.1:6379/0")
 GATEWAY = os.environ.get("SHOP_GATEWAY", "gateway.sqlite3")
@@ -36,7 +36,7 @@ ledger = Ledger.from_url(REDIS)
 
 # A redelivered task waits for the killed attempt's lease to end, and takes over. If another worker holds the key for
 # longer than that, Celery retries the task later.
-@app.task(name="charge", autoretry_for=(KeyInProgress,), retry_backoff=1, max_retries=10)  # type: ignore[untyped-decorator]
+@app.task(name="charge", autoretry_for=(KeyInProgress, FencedOut), retry_backoff=1, max_retries=10)  # type: ignore[untyped-decorator]
 @ledger.once(principal="shop", key=lambda order: f"order-{order}", operation="charge", lease=2, wait=5)
 def charge(order: int, card: str, amount: int) -> str:
     key = current_reservation.downstream_key("gateway")  # the same for every attempt of this order
