@@ -96,7 +96,7 @@ class Served:
 
     def forget(self) -> None:
         """Begin anew with the notes."""
-        self._notes.unlink()
+        self._notes.unlink(missing_ok=True)
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
