@@ -329,9 +329,12 @@ def test_a_full_pool_is_waited_for_and_then_a_503_that_never_opens_the_door(
     assert site.send("key-1").status_code == 201
 
 
-def test_two_hundred_requests_share_ten_connections(valkey_server: Server, make_site: MakeSite) -> None:
+@pytest.mark.parametrize("fail_open", [False, True])
+def test_two_hundred_requests_share_ten_connections(
+    valkey_server: Server, make_site: MakeSite, fail_open: bool
+) -> None:
     url = f"{valkey_server.url}?max_connections=10"
-    site = open_site(make_site, valkey_server, url=url, socket_timeout=20.0, FAIL_OPEN=True)
+    site = open_site(make_site, valkey_server, url=url, socket_timeout=20.0, FAIL_OPEN=fail_open)
     with ThreadPoolExecutor(200) as threads:
         statuses = set(threads.map(lambda _: site.send("key-1").status_code, range(200)))
     assert len(site.runs) == 1

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from pathlib import Path
 
 import pytest
 import redis
+from flask import Flask
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from idemredis.flask import current_reservation
+from idemredis.flask import Idempotency, current_reservation
 from tests.support.proxy import Proxy
 from tests.support.servers import Server, valkey
 from tests.support.site import MakeSite, Site
@@ -164,3 +166,16 @@ def test_a_server_that_hangs_is_a_503_within_the_timeout_and_the_next_retry_is_n
         assert len(site.runs) == 1
         assert wait_until(lambda: site.send().status_code == 201)
         assert len(site.runs) == 2
+
+
+def test_the_deadline_of_the_settings_holds_for_a_client_of_ones_own_too() -> None:
+    """Its server takes connections and never replies."""
+    app = Flask("shop")
+    app.config.update(IDEMREDIS_SOCKET_TIMEOUT_SECONDS=0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = redis.Redis(port=silent.getsockname()[1], socket_timeout=None)
+        idempotency = Idempotency(app, principal="acct_1", client=client)
+        app.add_url_rule("/charges", view_func=idempotency.protect(lambda: "charged"), methods=["POST"])
+        began = time.monotonic()
+        answer = app.test_client().post("/charges", headers={"Idempotency-Key": "k1"})
+        assert (answer.status_code, time.monotonic() - began < 5.0) == (503, True)
