@@ -38,7 +38,7 @@ class _Overdue:
         self._reset()
 
     def _reset(self) -> None:
-        self._pid = os.getpid()
+        self._made_of = _made_of()
         self._calls: dict[Any, float] = {}
         self._closing = threading.Lock()
         self._starting = threading.Lock()
@@ -48,7 +48,7 @@ class _Overdue:
 
     def add(self, connection: Any, until: float) -> None:
         """Close the connection at `until`, unless it is removed before."""
-        if self._pid != os.getpid():
+        if self._made_of != _made_of():
             self._reset()
         self._calls[connection] = until
         if not self._watching:
@@ -93,6 +93,11 @@ class _Overdue:
             if self._calls.pop(connection, None) is not None:
                 with suppress(Exception):  # closed under the eyes of the thread that reads from it
                     connection.disconnect()
+
+
+def _made_of() -> tuple[int, object]:
+    """What a thread and its locks are made of: a fork has no threads, and gevent may replace the locks at any time."""
+    return os.getpid(), threading.Lock
 
 
 overdue = _Overdue()

@@ -285,6 +285,28 @@ def test_greenlets_are_not_held_up_either(valkey_server: Server, trouble: Any) -
     assert float(ran.stdout) < BOUND
 
 
+PATCHED_LATE = """
+import sys, warnings, redis
+from idemredis import Ledger
+ledger = Ledger(redis.Redis(port=int(sys.argv[1])), namespace=sys.argv[2])
+warnings.simplefilter("ignore")
+from gevent import monkey
+monkey.patch_all()
+import gevent
+for number in range(3):
+    ledger.claim("acct_1", f"key-{number}", "f")
+    gevent.sleep(0.5)  # long enough for what watches the calls to find none under way
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_what_watches_the_calls_holds_nobody_up_when_gevent_patches_late(valkey_server: Server, namespace: str) -> None:
+    words = [sys.executable, "-c", PATCHED_LATE, str(valkey_server.port), namespace]
+    ran = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert ran.stdout == "done\n", ran.stderr
+
+
 @pytest.mark.slow
 def test_a_shorter_timeout_of_the_clients_own_is_obeyed(mode: Mode, valkey_server: Server, namespace: str) -> None:
     made = redis.Redis if mode == "sync" else redis.asyncio.Redis
