@@ -293,8 +293,10 @@ warnings.simplefilter("ignore")
 from gevent import monkey
 monkey.patch_all()
 import gevent
-for number in range(3):
+def call(number):
     ledger.claim("acct_1", f"key-{number}", "f")
+for number in range(3):
+    gevent.joinall([gevent.spawn(call, f"{number}-{each}") for each in range(20)], raise_error=True)
     gevent.sleep(0.5)  # long enough for what watches the calls to find none under way
 print("done")
 """
