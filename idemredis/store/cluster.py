@@ -17,7 +17,7 @@ from redis.exceptions import AskError, MovedError, ResponseError
 from . import clients
 from .deadline import run_by
 from .errors import ERRORS, leaves_unknown
-from .wire import AsyncWire, Trip, Wire, encode
+from .wire import AsyncWire, Trip, Wire, closed, encode
 
 __all__ = ["AsyncRouted", "Routed", "redirection", "wire"]
 
@@ -143,7 +143,7 @@ class AsyncRouted:
                     await self._learn(until)
                 replies = await self._follow(trip, until)
             except (*ERRORS, AttributeError) as caught:
-                error = caught if isinstance(caught, ERRORS) else _closed(caught)
+                error = caught if isinstance(caught, ERRORS) else closed(caught)
                 if leaves_unknown(error):
                     lost = error
                 self._is_old = True
@@ -215,13 +215,6 @@ def _without_asking(redirect: AskError, replies: list[Any]) -> list[Any]:
 
 def _is_due(redirect: AskError, learned: float) -> bool:
     return isinstance(redirect, MovedError) and time.monotonic() - learned > LEARN_GAP
-
-
-def _closed(error: AttributeError) -> Exception:
-    """Say what it means that redis-py 8.1 finds its connection gone: another task saw the node fail, and closed it."""
-    closed = redis.ConnectionError(f"the connection was closed meanwhile: {error}")
-    closed.__cause__ = error
-    return closed
 
 
 def wire(client: Any, timeout: float = clients.SOCKET_TIMEOUT) -> Any:

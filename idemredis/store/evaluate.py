@@ -20,7 +20,7 @@ from ..errors import IdempotencyError, LedgerUnavailable
 from ..policy import Policy
 from .cluster import AsyncRouted, Routed
 from .errors import ERRORS, OutOfStep, capture_error, map_error, was_redirected
-from .wire import AsyncWire, Trip, Wire, encode
+from .wire import AsyncWire, Trip, Wire, bulk, encode
 
 __all__ = ["encode_call", "evaluate", "evaluate_async", "evaluation", "raised"]
 
@@ -82,14 +82,9 @@ def encode_call(script: Script, call: Call[Any], by_text: bool = False) -> bytes
     parts = []
     for word in words:  # all but a body is text, which is quicker to put together, and encoded at once
         if type(word) is bytes or not (text := str(word)).isascii():
-            return head + b"".join(map(_bulk, words))
+            return head + b"".join(map(bulk, words))
         parts.append(f"${len(text)}\r\n{text}\r\n")
     return head + "".join(parts).encode()
-
-
-def _bulk(word: str | bytes | int) -> bytes:
-    data = word if isinstance(word, bytes) else str(word).encode()
-    return b"$%d\r\n%b\r\n" % (len(data), data)
 
 
 @cache

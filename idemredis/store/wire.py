@@ -21,7 +21,7 @@ from . import clients
 from .deadline import TICK, bound, connect_by, overdue
 from .errors import ERRORS, OutOfStep, PoolExhausted, note_unsent
 
-__all__ = ["AsyncWire", "Trip", "Wire", "Words", "encode"]
+__all__ = ["AsyncWire", "Trip", "Wire", "Words", "bulk", "closed", "encode"]
 
 Words: TypeAlias = Sequence[str | bytes | int]
 """A command and its arguments."""
@@ -54,10 +54,14 @@ def encode(commands: Sequence[Words]) -> bytes:
     for name, *arguments in commands:
         words = [*str(name).split(), *arguments]
         parts.append(b"*%d\r\n" % len(words))
-        for word in words:
-            data = word if isinstance(word, bytes) else str(word).encode()
-            parts.append(b"$%d\r\n%b\r\n" % (len(data), data))
+        parts += map(bulk, words)
     return b"".join(parts)
+
+
+def bulk(word: str | bytes | int) -> bytes:
+    """Return one word of a command as Redis reads it."""
+    data = word if isinstance(word, bytes) else str(word).encode()
+    return b"$%d\r\n%b\r\n" % (len(data), data)
 
 
 class Wire:
@@ -95,7 +99,7 @@ class Wire:
                 if not overdue.remove(connection) and isinstance(error, Exception):
                     raise RedisTimeoutError(f"Timeout reading from {clients.address(self.client)}") from error
                 if isinstance(error, _CLOSED):
-                    raise _closed(error) from error
+                    raise closed(error) from error
                 raise
             if not overdue.remove(connection):
                 connection.disconnect()
@@ -151,7 +155,7 @@ class AsyncWire:
             except BaseException as error:
                 await connection.disconnect(nowait=True)
                 if isinstance(error, _CLOSED):
-                    raise _closed(error) from error
+                    raise closed(error) from error
                 raise
         finally:
             await self._release(connection)
@@ -190,7 +194,8 @@ class AsyncWire:
             self.client.release(connection)
 
 
-def _closed(error: Exception) -> RedisConnectionError:
+def closed(error: Exception) -> RedisConnectionError:
+    """Return the error for a connection that redis-py finds gone: another task or thread saw it fail and closed it."""
     return RedisConnectionError(f"the connection was closed meanwhile: {error}")
 
 
