@@ -18,8 +18,8 @@ _elsewhere: list[Callable[[], Reservation | None]] = []
 
 
 @contextmanager
-def running(r: Reservation) -> Iterator[None]:
-    """Make `r` the current reservation for the block."""
+def running(r: Reservation | None) -> Iterator[None]:
+    """Make `r` the current reservation for the block; None hides one that is around the block."""
     token = _current.set(r)
     try:
         yield
