@@ -20,7 +20,7 @@ from tests.support.servers import Server
 from tests.support.started import Servers
 from tests.support.subject import AnyServer, MakeSubject, Mode, Subject
 
-pytest_plugins = ["tests.support.site", "tests.support.worker", "tests.support.place"]
+pytest_plugins = ["tests.support.site", "tests.support.doors", "tests.support.worker", "tests.support.place"]
 
 TESTS = Path(__file__).parent
 

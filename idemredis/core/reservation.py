@@ -17,6 +17,7 @@ from .response import StoredResponse
 __all__ = [
     "CHOICES",
     "HEARTBEATS",
+    "NOTHING",
     "AsyncReservation",
     "AsyncUnprotected",
     "Choice",
@@ -407,17 +408,18 @@ class AsyncUnprotected(Unprotected, AsyncReservation):
 
     def _save_checkpoint(self, name: str, data: object) -> Any:
         """Save nothing."""
-        return _DONE if self._save is None else self._save(self, name, data)  # type: ignore[attr-defined]
+        return NOTHING if self._save is None else self._save(self, name, data)  # type: ignore[attr-defined]
 
 
-class _Done:
+class _Nothing:
     """Can be awaited, and need not be."""
 
     def __await__(self) -> Iterator[None]:
         return iter(())
 
 
-_DONE = _Done()
+NOTHING = _Nothing()
+"""What a stand-in's `checkpoint` returns on an event loop."""
 
 
 def observed(r: Reservation) -> Unprotected:
