@@ -106,6 +106,8 @@ class Exchange:
         self._enter()
         state: State = self.app.extensions[EXTENSION]
         settings = state.settings
+        if CLAIMED in self.request.environ:  # a context within the view of this very environ; the body is its body
+            return
         if self.body is None and state.views.are_protected(self.app, self.request, settings.protect_all):
             self.body = RequestBody(self.request.environ, settings.max_request)
             self.body.record(self.request.max_content_length)
