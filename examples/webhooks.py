@@ -34,7 +34,7 @@ SECRETS = {"stripes": b"whsec_example"}
 
 def create_app() -> Flask:
     app = Flask(__name__)
-    app.config.from_mapping(REDIS="redis://127.0.0.1:6379/0", NAMESPACE="webhooks", GATEWAY="gateway.sqlite3")
+    app.config.from_mapping(REDIS="redis://127.0.0.1:6379/0", NAMESPACE="idem", GATEWAY="gateway.sqlite3")
     app.config.from_prefixed_env("SHOP")
     app.extensions["ledger"] = Ledger.from_url(app.config["REDIS"], namespace=app.config["NAMESPACE"])
     app.add_url_rule("/webhooks/<provider>", view_func=receive, methods=["POST"])
@@ -69,14 +69,13 @@ def receive(provider: str) -> ResponseReturnValue:
 
 def is_signed(provider: str, body: bytes, signature: str) -> bool:
     """Return True if the provider signed these bytes; compared as bytes, in constant time."""
-    secret = SECRETS.get(provider)
-    if not secret:
+    if not SECRETS.get(provider):
         return False
-    return hmac.compare_digest(signature.encode("latin-1", "replace"), sign(secret, body).encode())
+    return hmac.compare_digest(signature.encode("latin-1", "replace"), sign(provider, body).encode())
 
 
-def sign(secret: bytes, body: bytes) -> str:
-    return hmac.digest(secret, body, hashlib.sha256).hex()
+def sign(provider: str, body: bytes) -> str:
+    return hmac.digest(SECRETS[provider], body, hashlib.sha256).hex()
 
 
 def main() -> None:
@@ -89,7 +88,7 @@ def main() -> None:
                 data = {"card": card, "amount": 1999}
                 body = json.dumps({"id": event, "type": "renewal.due", "data": data, "attempt": attempt}).encode()
                 headers = {
-                    "X-Signature": signature or sign(SECRETS["stripes"], body),
+                    "X-Signature": signature or sign("stripes", body),
                     "Content-Type": "application/json",
                 }
                 try:

@@ -19,7 +19,7 @@ from tests.support.servers import Server
 BODY = json.dumps({"id": "evt_1", "type": "renewal.due", "data": {"card": "tok_visa", "amount": 1999}}).encode()
 ANOTHER = BODY.replace(b"1999", b"1")
 SECRET = SECRETS["stripes"]
-RIGHT = sign(SECRET, BODY)
+RIGHT = sign("stripes", BODY)
 
 
 class Shop:
@@ -67,7 +67,7 @@ WRONG: dict[str, str | bytes | None] = {
     "none": None,
     "empty": "",
     "blank": "   ",
-    "another body's": sign(SECRET, ANOTHER),
+    "another body's": sign("stripes", ANOTHER),
     "under another secret": hmac.digest(b"whsec_guessed", BODY, hashlib.sha256).hex(),
     "under an empty secret": hmac.digest(b"", BODY, hashlib.sha256).hex(),
     "with another hash": hmac.digest(SECRET, BODY, hashlib.sha512).hex(),
@@ -113,7 +113,7 @@ def test_a_secret_that_is_empty_is_none(shop: Shop, secret: Any, monkeypatch: py
     "body", [b"", b"[]", b"null", b"7", b"{", b'{"id": "evt_1"}', b'{"id": 1, "type": [], "data": 3}']
 )
 def test_a_signed_body_that_is_no_event_is_a_bad_request(shop: Shop, body: bytes) -> None:
-    assert shop.deliver(sign(SECRET, body), body=body) == 400
+    assert shop.deliver(sign("stripes", body), body=body) == 400
     assert shop.did_nothing()
 
 
