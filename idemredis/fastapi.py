@@ -13,12 +13,12 @@ from fastapi import Depends, Header, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .asgi import Idempotency
-from .asgi._claim import ASK, begin, hold, recovered, responded
+from .asgi._claim import ASK, answer_error, begin, recovered, responded, stored
 from .asgi._exchange import SCOPE, Exchange, Passing, exchanges
 from .asgi._marks import mark
 from .core.reservation import AsyncReservation, AsyncUnprotected
 from .core.response import StoredResponse
-from .errors import ConfigurationError, HoldForReview
+from .errors import ConfigurationError
 from .web.claims import identity_of
 from .web.contract import REFUSALS
 from .web.options import Options
@@ -120,15 +120,14 @@ def guard(
             raise _Answered(answer)
         try:
             made = await recovered(exchange, options)
-        except HoldForReview:
-            await hold(exchange)
-            if exchange.outgoing.answer is None:
+        except Exception as error:
+            if not await answer_error(exchange, error) or (answer := exchange.outgoing.answer) is None:
                 raise
-            raise _Answered(exchange.outgoing.answer) from None
+            raise _Answered(answer) from None
         if made is not None:
-            answer = await responded(made, exchange)
-            exchange.outgoing.made = answer
-            raise _Answered(answer)
+            made = await stored(exchange, await responded(made, exchange))
+            exchange.outgoing.made = made if exchange.outgoing.answer is None else None
+            raise _Answered(made)
         assert exchange.reservation is not None
         return exchange.reservation
 

@@ -15,7 +15,8 @@ from ..core.fingerprint import fingerprint_endpoint
 from ..core.keys import Identity, valid_principal
 from ..core.reservation import AsyncReservation, AsyncUnprotected, observed, save_through
 from ..core.response import StoredResponse
-from ..errors import ConfigurationError
+from ..core.settle import Ending, of_effect
+from ..errors import ConfigurationError, HoldForReview
 from ..events import observing
 from ..web.claims import answer_to, identity_of, refusal_for
 from ..web.contract import Refusal, parse_key
@@ -24,7 +25,7 @@ from ..web.recorder import ResponseRecorder
 from ._exchange import Exchange
 from ._types import Message
 
-__all__ = ["ASK", "begin", "hold", "recovered", "responded", "waited_for"]
+__all__ = ["ASK", "answer_error", "begin", "recovered", "responded", "stored", "waited_for"]
 
 logger = logging.getLogger("idemredis")
 
@@ -49,6 +50,7 @@ async def begin(exchange: Exchange, options: Options, principal: Any = ASK, valu
     if exchange.began:
         return
     exchange.began = True
+    exchange.outgoing.answer_error = functools.partial(answer_error, exchange)
     settings = exchange.idempotency.settings
     ask: Ask = functools.partial(exchange.idempotency.ask_principal, exchange.scope)
     if principal is not ASK:
@@ -68,13 +70,41 @@ async def begin(exchange: Exchange, options: Options, principal: Any = ASK, valu
         await _stand_in(exchange, options, ask)
 
 
-async def hold(exchange: Exchange) -> None:
-    """Leave the row pending for a person, and answer that the request is in progress."""
-    outgoing = exchange.outgoing
-    if outgoing.recorder is not None and outgoing.answer_held is not None:
-        outgoing.recorder.hold_for_review()
-        await exchange.settle()
-        exchange.answer(await outgoing.answer_held())
+async def answer_error(exchange: Exchange, error: BaseException) -> bool:
+    """Settle the row for an error that has an answer of its own; return False if the application makes the response."""
+    outgoing, r = exchange.outgoing, exchange.reservation
+    recorder, contract = outgoing.recorder, exchange.idempotency.settings.contract
+    if r is None:
+        return False
+    if isinstance(error, HoldForReview) and recorder is not None:
+        recorder.hold_for_review()
+        left = max(recorder.reservation.lease.expires_at - time.monotonic(), 0.0)
+        answer: StoredResponse = contract.in_progress(left)
+    elif (found := of_effect(error, r)) is not None:
+        if recorder is not None:
+            recorder.effect_found(found)
+        answer = contract.answer_effect(found)
+    else:
+        return False
+    await exchange.settle()
+    if not outgoing.begun:
+        exchange.answer(await _shaped(exchange, answer))
+    return True
+
+
+async def stored(exchange: Exchange, response: StoredResponse) -> StoredResponse:
+    """Return what the client gets for a response that an endpoint or `recover` has returned as it is stored.
+
+    A tombstone completes the row, and its client is refused like every retry.
+    """
+    answer = exchange.idempotency.settings.contract.answer(response)
+    if isinstance(answer, Refusal):
+        if exchange.outgoing.recorder is not None:
+            exchange.outgoing.recorder.effect_found(Ending("complete", response))
+            await exchange.settle()
+        answer = await _shaped(exchange, answer)
+        exchange.answer(answer)
+    return answer
 
 
 async def recovered(exchange: Exchange, options: Options) -> Any:
@@ -119,8 +149,7 @@ async def _claim(
         return None if refusal is None else await _shaped(exchange, refusal)
     if isinstance(outcome, AsyncReservation):
         return outcome
-    answer = answer_to(outcome, contract)
-    return await _shaped(exchange, answer) if isinstance(answer, Refusal) else answer
+    return await _shaped(exchange, answer_to(outcome, contract))
 
 
 async def _observe(
@@ -155,11 +184,6 @@ async def _hold_claim(exchange: Exchange, options: Options, claimed: AsyncReserv
     )
     outgoing.settle = exchange.settle
 
-    async def answer_held() -> StoredResponse:
-        left = max(claimed.lease.expires_at - time.monotonic(), 0.0)
-        return await _shaped(exchange, settings.contract.in_progress(left))
-
-    outgoing.answer_held = answer_held
     save_through(claimed, exchange.save)
     exchange.reservation = claimed
     if settings.mode == "observe":
@@ -213,11 +237,11 @@ async def _fingerprint(exchange: Exchange, options: Options, value: Any) -> str:
 # Refusals in the application's own shape
 
 
-async def _shaped(exchange: Exchange, refusal: Refusal) -> StoredResponse:
-    """Return a refusal, in the application's own shape if it has one."""
+async def _shaped(exchange: Exchange, refusal: StoredResponse) -> StoredResponse:
+    """Return a refusal, in the application's own shape if it has one; and any other response as it is."""
     idempotency = exchange.idempotency
     problem = idempotency.problem
-    if problem is None or idempotency.settings.mode == "observe":
+    if not isinstance(refusal, Refusal) or problem is None or idempotency.settings.mode == "observe":
         return refusal
     try:
         made = await waited_for(problem(refusal.code, refusal.status, refusal.message, dict(refusal.facts)))

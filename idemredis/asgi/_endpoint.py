@@ -9,9 +9,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from ..core.response import StoredResponse
-from ..errors import ConfigurationError, HoldForReview
+from ..errors import ConfigurationError
 from ..web.options import Options
-from ._claim import begin, hold, recovered
+from ._claim import answer_error, begin, recovered, stored
 from ._exchange import Exchange, Passing, exchanges
 from ._messages import native
 
@@ -46,12 +46,11 @@ def protected(options: Options, endpoint: Callable[..., Any]) -> Callable[..., A
                 made = await recovered(exchange, options)
                 if made is None:
                     made = await endpoint(*args, **kwargs)
-            except HoldForReview:
-                await hold(exchange)
-                if exchange.outgoing.answer is None:
+                return await _returned(exchange, made, args)
+            except Exception as error:
+                if not await answer_error(exchange, error) or (answer := exchange.outgoing.answer) is None:
                     raise
-                made = exchange.outgoing.answer
-            return native(made, exchange.scope, args) if isinstance(made, StoredResponse) else made
+                return native(answer, exchange.scope, args)
 
         return run
 
@@ -75,14 +74,20 @@ def protected(options: Options, endpoint: Callable[..., Any]) -> Callable[..., A
                 made = _on_loop(exchange, made)
             if made is None:
                 made = endpoint(*args, **kwargs)
-        except HoldForReview:
-            _on_loop(exchange, hold(exchange))
-            if exchange.outgoing.answer is None:
+            if isinstance(made, StoredResponse):
+                return _on_loop(exchange, _returned(exchange, made, args))
+            return made
+        except Exception as error:
+            if not _on_loop(exchange, answer_error(exchange, error)) or (answer := exchange.outgoing.answer) is None:
                 raise
-            made = exchange.outgoing.answer
-        return native(made, exchange.scope, args) if isinstance(made, StoredResponse) else made
+            return native(answer, exchange.scope, args)
 
     return run_in_thread
+
+
+async def _returned(exchange: Exchange, made: Any, args: tuple[Any, ...]) -> Any:
+    """Return what a framework takes for what an endpoint has returned."""
+    return native(await stored(exchange, made), exchange.scope, args) if isinstance(made, StoredResponse) else made
 
 
 def is_async(function: object) -> bool:

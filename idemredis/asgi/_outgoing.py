@@ -7,7 +7,6 @@ import sys
 from collections.abc import Awaitable, Callable
 
 from ..core.response import StoredResponse
-from ..errors import HoldForReview
 from ..web.recorder import ResponseRecorder
 from ._messages import body_of, own_headers, start_of
 from ._types import Message, Send
@@ -27,7 +26,7 @@ class Outgoing:
         settle: settles the row as the recorder has decided.
         answer: a refusal or replay, which is sent whatever the application makes of it.
         made: a response of the application's own, which is sent and stored whatever is made of it.
-        answer_held: returns the answer for a `HoldForReview`.
+        answer_error: settles the row and sets `answer` for an error that has an answer of its own, and says so.
         marked: the response says that the endpoint ran unprotected.
         begun: True once the server has received the first message.
         ended: True once the application has sent its last message, or is answered.
@@ -39,7 +38,7 @@ class Outgoing:
         self.settle: Callable[[], Awaitable[None]] | None = None
         self.answer: StoredResponse | None = None
         self.made: StoredResponse | None = None
-        self.answer_held: Callable[[], Awaitable[StoredResponse]] | None = None
+        self.answer_error: Callable[[BaseException], Awaitable[bool]] | None = None
         self.marked = False
         self.begun = False
         self.ended = False
@@ -81,11 +80,10 @@ class Outgoing:
         if self.made is not None:
             await self._send_made()
             return error is None or isinstance(error, Exception)
-        if self.answer is None and recorder is not None and not recorder.settled:
-            if isinstance(error, HoldForReview):
-                await self._hold()
-            if self.answer is None:
-                await self._finish(recorder, error)
+        if self.answer is None and error is not None and self.answer_error is not None:
+            await self.answer_error(error)
+        if self.answer is None and recorder is not None and not (recorder.settled and self.ended):
+            await self._finish(recorder, error)
         if self.answer is None:
             return False
         await self._send_answer(None)
@@ -116,10 +114,11 @@ class Outgoing:
         length = next((value for name, value in self._headers if name.lower() == "content-length"), "")
         self._announced = int(length) if length.isdecimal() else None
         self.recorder.failure = sys.exc_info()[1]  # what an error handler of the application makes a response of
-        if isinstance(self.recorder.failure, HoldForReview):
-            await self._hold()
+        if self.recorder.failure is not None and self.answer_error is not None:
+            await self.answer_error(self.recorder.failure)
             if self.answer is not None:
                 await self._send_answer(message)
+                return
         if not self.recorder.would_store(self._status):
             self.collected.set()
 
@@ -181,13 +180,6 @@ class Outgoing:
             await self._settled()
         if last is not None:
             await self._forward_body(last)
-
-    async def _hold(self) -> None:
-        assert self.recorder is not None
-        self.recorder.hold_for_review()
-        await self._settled()
-        if not self.begun and self.answer_held is not None:
-            self.answer = await self.answer_held()
 
     async def _settled(self) -> None:
         self.collected.set()

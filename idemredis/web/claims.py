@@ -7,13 +7,13 @@ import os
 
 from ..core.keys import Identity, identify
 from ..core.outcomes import InProgress, Replay, Reused
-from ..core.response import NULL_BODY_STATUSES, StoredResponse, filter_headers, storable_names
+from ..core.response import StoredResponse
 from ..errors import CorruptRow, InvalidKey, InvalidPrincipal, LedgerUnavailable
 from .body import BodyIncomplete, BodyTooLarge, LengthRequired, NoRoom
 from .contract import Contract, Refusal, parse_key
 from .settings import PREFIX, Settings
 
-__all__ = ["answer_to", "identity_of", "refusal_for", "replay"]
+__all__ = ["answer_to", "identity_of", "refusal_for"]
 
 logger = logging.getLogger("idemredis")
 
@@ -21,24 +21,15 @@ logger = logging.getLogger("idemredis")
 def answer_to(outcome: Replay | InProgress | Reused, contract: Contract) -> Refusal | StoredResponse:
     """Return the refusal or replay for an outcome of the claim that is not a reservation."""
     match outcome:
-        case Replay(response) if response.omitted:
-            return contract.not_stored(response)
         case Replay(response):
-            return replay(response)
+            answer = contract.answer(response)
+            if isinstance(answer, Refusal):
+                return answer
+            return StoredResponse(answer.status, (*answer.headers, ("Idempotent-Replayed", "true")), answer.body)
         case InProgress(retry_after, stale):
             return contract.lost_race() if stale else contract.in_progress(retry_after)
         case Reused():
             return contract.key_reused()
-
-
-def replay(stored: StoredResponse) -> StoredResponse:
-    """Return what is sent of a stored response: without headers that must not be replayed, and marked as a replay.
-
-    A worker or a person may have stored such headers.
-    """
-    names = storable_names(name for name, _ in stored.headers)
-    headers = (*filter_headers(stored.headers, names), ("Idempotent-Replayed", "true"))
-    return StoredResponse(stored.status, headers, b"" if stored.status in NULL_BODY_STATUSES else stored.body)
 
 
 def refusal_for(error: Exception, settings: Settings) -> Refusal | None:
