@@ -32,6 +32,7 @@ hypothesis.settings.load_profile("suite")
 
 SLOW_FOLDERS = {"bench", "demo", "faults", "packaging", "shop"}
 SLOW_SERVERS = {"redis", "cluster"}
+SLOW_DOORS = {"thread", "guard"}
 SLOW_FIXTURES = {"gunicorn", "pair", "served_by", "started_cluster"}
 
 STARTED_ONCE = (
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         servers = {value for value in params if isinstance(value, str)}
         fixtures = set(getattr(item, "fixturenames", ()))
         folder = item.path.relative_to(TESTS).parts[0]
-        if folder in SLOW_FOLDERS or servers & SLOW_SERVERS or fixtures & SLOW_FIXTURES:
+        if folder in SLOW_FOLDERS or servers & (SLOW_SERVERS | SLOW_DOORS) or fixtures & SLOW_FIXTURES:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: (not item.nodeid.startswith(STARTED_ONCE), item.get_closest_marker("slow") is None))
 

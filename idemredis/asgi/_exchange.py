@@ -51,6 +51,7 @@ class Exchange:
         outgoing: the response.
         began: the claim has been made, refused, or left out.
         reservation: what `current_reservation` stands for; None if there is none.
+        template: the route's template, if it was matched before the application has routed the request.
         endpoint: the name of the function that is protected, if its framework does not give a route.
     """
 
@@ -63,6 +64,7 @@ class Exchange:
         self.outgoing = Outgoing(send, settings.storable)
         self.began = False
         self.reservation: AsyncReservation | None = None
+        self.template = ""
         self.endpoint = ""
         self.body: RequestBody | None = None
         self.target = ""
@@ -84,7 +86,7 @@ class Exchange:
     @property
     def route(self) -> str:
         """Method and route template, such as `POST /orders/{id}`; or the endpoint's name, or "" if unknown."""
-        path = self._routes.template(self.scope)
+        path = self.template or self._routes.template(self.scope)
         return f"{self.scope['method']} {path}" if path else self.endpoint
 
     async def receive(self) -> Message:

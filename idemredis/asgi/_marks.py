@@ -17,10 +17,17 @@ OPTIONS = "__idemredis_options__"
 
 
 class Marks(NamedTuple):
-    """What is known of one endpoint and method."""
+    """What is known of one endpoint and method.
+
+    Attributes:
+        exempt: it is exempt.
+        protected: it protects itself.
+        missing: its class does not have the method, and answers 405.
+    """
 
     exempt: bool
     protected: bool
+    missing: bool
 
 
 def mark(function: Callable[..., Any], options: Options) -> Callable[..., Any]:
@@ -35,7 +42,8 @@ def marks_of(route: Any, method: str) -> Marks:
     places = [endpoint, getattr(endpoint, "func", None), getattr(endpoint, method.lower(), None)]
     exempt = any(hasattr(place, EXEMPT) for place in places)
     protected = any(hasattr(place, OPTIONS) for place in (*places, *_dependencies(getattr(route, "dependant", None))))
-    return Marks(exempt, protected)
+    missing = hasattr(endpoint, "method_not_allowed") and not hasattr(endpoint, method.lower())
+    return Marks(exempt, protected, missing)
 
 
 def _dependencies(dependant: Any) -> Iterator[Any]:

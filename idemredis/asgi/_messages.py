@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ..core.response import REPLAY_HEADERS, StoredResponse, storable_names
+from ..core.response import NULL_BODY_STATUSES, REPLAY_HEADERS, StoredResponse, storable_names
 from ._types import Headers, Message, Scope
 
 __all__ = ["Answered", "body_of", "headers_of", "native", "own_headers", "start_of"]
@@ -23,7 +23,7 @@ def headers_of(stored: StoredResponse) -> Headers:
     headers = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in stored.headers]
     if stored.status not in _WITHOUT_LENGTH and stored.status >= 200:
         headers = [(name, value) for name, value in headers if name != b"content-length"]
-        headers.append((b"content-length", str(len(stored.body)).encode()))
+        headers.append((b"content-length", str(len(_sent(stored))).encode()))
     return headers
 
 
@@ -34,7 +34,11 @@ def start_of(stored: StoredResponse, further: Headers) -> Message:
 
 def body_of(stored: StoredResponse) -> Message:
     """Return the second and last message of a response."""
-    return {"type": "http.response.body", "body": stored.body, "more_body": False}
+    return {"type": "http.response.body", "body": _sent(stored), "more_body": False}
+
+
+def _sent(stored: StoredResponse) -> bytes:
+    return b"" if stored.status in NULL_BODY_STATUSES else stored.body
 
 
 def own_headers(start: Message, answer: StoredResponse, storable: frozenset[str]) -> Headers:

@@ -114,7 +114,7 @@ class IdempotencyMiddleware:
             }
         try:
             with running(None):
-                if self._protect_all and self._is_to_be_claimed(scope):
+                if self._protect_all and self._is_to_be_claimed(exchange):
                     await begin(exchange, Options())
                 if outgoing.answer is None:
                     await self.app(scope, exchange.receive, outgoing.send)
@@ -128,8 +128,9 @@ class IdempotencyMiddleware:
             if around is not None:
                 scope[SCOPE] = around
 
-    def _is_to_be_claimed(self, scope: Scope) -> bool:
+    def _is_to_be_claimed(self, exchange: Exchange) -> bool:
         """Return True if `protect_all` claims a request: a route serves it that does not protect itself."""
+        scope = exchange.scope
         if self._is_exempt(scope):
             return False
         if not self._routes.known:
@@ -137,8 +138,8 @@ class IdempotencyMiddleware:
         matched = self._routes.match(scope)
         if matched is None:
             return False
-        marks = marks_of(matched.route, scope["method"])
-        return not (marks.exempt or marks.protected)
+        exchange.template = matched.template
+        return not any(marks_of(matched.route, scope["method"]))
 
     def _closing(self, send: Send) -> Send:
         """Close the ledger before the server is told that the application has ended."""

@@ -92,6 +92,7 @@ class Routes:
 
     def _walk(self, routes: Iterable[Any], prefix: str) -> Iterator[tuple[Any, str]]:
         for route in _flat(routes):
+            self._check(route)
             within = _mounted(route)
             if within is None:
                 yield route, prefix + _template_of(route)

@@ -37,6 +37,7 @@ Endpoints: TypeAlias = Literal["thread", "async", "guard"]
 Message: TypeAlias = dict[str, Any]
 
 _body: ContextVar[bytes] = ContextVar("body")
+_unread: ContextVar[Request] = ContextVar("unread")
 _scope: ContextVar[dict[str, Any]] = ContextVar("scope")
 
 
@@ -163,12 +164,14 @@ class AsgiSite(Door):
         if "fingerprint" in options and options["fingerprint"] is not None:
             own = options["fingerprint"]
             options["fingerprint"] = (lambda: own()) if self.kind == "guard" else (lambda scope, body: own())
+        options["recover"] = _as_response(options.get("recover"))
         if self.kind == "guard":
             self._guarded(path, view, methods, options)
             return
 
         def plain(request: Request) -> Response:
             _scope.set(request.scope)  # type: ignore[arg-type]
+            _unread.set(request)
             return respond(view(**request.path_params))
 
         async def awaited(request: Request) -> Response:
@@ -180,7 +183,7 @@ class AsgiSite(Door):
         self.app.router.routes.insert(0, Route(path, protected, methods=methods))
 
     def _guarded(self, path: str, view: Callable[..., Any], methods: list[str], options: dict[str, Any]) -> None:
-        claim = guard(self.idempotency, **{**options, "recover": _as_response(options.get("recover"))})
+        claim = guard(self.idempotency, **options)
 
         async def endpoint(request: Request, reservation: Any) -> Response:
             _body.set(await request.body())
@@ -229,7 +232,7 @@ class AsgiSite(Door):
         return wire
 
     def body(self) -> bytes:
-        return _body.get()
+        return self.loop.run(_unread.get().body()) if self.kind == "thread" else _body.get()
 
     def header(self, name: str) -> str:
         headers: list[tuple[bytes, bytes]] = _scope.get()["headers"]
