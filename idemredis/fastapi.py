@@ -125,9 +125,7 @@ def guard(
                 raise
             raise _Answered(answer) from None
         if made is not None:
-            made = await stored(exchange, await responded(made, exchange))
-            exchange.outgoing.made = made if exchange.outgoing.answer is None else None
-            raise _Answered(made)
+            raise _Answered(await stored(exchange, await responded(made, exchange)))
         assert exchange.reservation is not None
         return exchange.reservation
 

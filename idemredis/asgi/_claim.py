@@ -104,6 +104,8 @@ async def stored(exchange: Exchange, response: StoredResponse) -> StoredResponse
             await exchange.settle()
         answer = await _shaped(exchange, answer)
         exchange.answer(answer)
+    else:
+        exchange.outgoing.made = answer
     return answer
 
 

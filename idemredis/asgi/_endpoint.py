@@ -87,7 +87,9 @@ def protected(options: Options, endpoint: Callable[..., Any]) -> Callable[..., A
 
 async def _returned(exchange: Exchange, made: Any, args: tuple[Any, ...]) -> Any:
     """Return what a framework takes for what an endpoint has returned."""
-    return native(await stored(exchange, made), exchange.scope, args) if isinstance(made, StoredResponse) else made
+    if not isinstance(made, StoredResponse):
+        return made
+    return native(await stored(exchange, made), exchange.scope, args)
 
 
 def is_async(function: object) -> bool:

@@ -62,7 +62,8 @@ class Outgoing:
         """Take a message of the application."""
         kind = message["type"]
         if self.made is not None:
-            await self._send_made()
+            if kind == "http.response.start":
+                await self._send_made(message)
         elif self.answer is not None:
             if kind == "http.response.start":
                 await self._send_answer(message)
@@ -78,7 +79,7 @@ class Outgoing:
         """Settle what is left when the application has returned or raised; return True if its error is dealt with."""
         recorder = self.recorder
         if self.made is not None:
-            await self._send_made()
+            await self._send_made(None)
             return error is None or isinstance(error, Exception)
         if self.answer is None and error is not None and self.answer_error is not None:
             await self.answer_error(error)
@@ -91,14 +92,15 @@ class Outgoing:
 
     # The application's response
 
-    async def _send_made(self) -> None:
+    async def _send_made(self, start: Message | None) -> None:
         if self.made is None or self.ended:
             return
         made, self.ended = self.made, True
+        further = [] if start is None else own_headers(start, made, self._storable)
         if self.recorder is not None:
             self._status, self._headers, self._body = made.status, made.headers, bytearray(made.body)
             await self._settle(self.recorder)
-        self._start = start_of(made, [])
+        self._start = start_of(made, further)
         await self._forward_body(body_of(made))
 
     async def _take_start(self, message: Message) -> None:
