@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import redis
@@ -158,16 +158,26 @@ class AsyncRouted:
                 return replies
 
     async def _follow(self, trip: Trip, until: float) -> list[Any]:
-        replies = await AsyncWire(self.client.get_node_from_key(trip.row), self.timeout).exchange(trip, until)
+        replies = await self._ask(self.client.get_node_from_key(trip.row), trip, until)
         for _ in range(REDIRECTS):
             redirect = redirection(replies)
             if redirect is None:
                 return replies
             if _is_due(redirect, self._learned):
                 await self._learn(until)
-            async with self._named(redirect) as wire:
-                replies = _without_asking(redirect, await wire.exchange(_asking(redirect, trip), until))
+            host, port = self.client.nodes_manager.remap_host_port(redirect.host, redirect.port)
+            node = self.client.get_node(host, port) or AsyncClusterNode(
+                host, port, **self.client.get_connection_kwargs()
+            )
+            replies = _without_asking(redirect, await self._ask(node, _asking(redirect, trip), until))
         return replies
+
+    async def _ask(self, node: Any, trip: Trip, until: float) -> list[Any]:
+        try:
+            return await AsyncWire(node, self.timeout).exchange(trip, until)
+        finally:
+            if self.client.get_node(node_name=node.name) is not node:
+                await node.disconnect()  # nobody else closes what this call opened on a node that is not in the map
 
     async def _learn(self, until: float) -> None:
         self._learned = time.monotonic()
@@ -181,17 +191,6 @@ class AsyncRouted:
                 await run()
         except TimeoutError as error:
             raise redis.TimeoutError("Timeout waiting for the cluster") from error
-
-    @asynccontextmanager
-    async def _named(self, redirect: AskError) -> AsyncIterator[AsyncWire]:
-        host, port = self.client.nodes_manager.remap_host_port(redirect.host, redirect.port)
-        known = self.client.get_node(host, port)
-        node = known or AsyncClusterNode(host, port, **self.client.get_connection_kwargs())
-        try:
-            yield AsyncWire(node, self.timeout)
-        finally:
-            if not known:
-                await node.disconnect()
 
 
 def redirection(replies: Sequence[Any]) -> AskError | None:

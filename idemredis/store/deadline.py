@@ -177,8 +177,9 @@ class _Bounded:
                 self._await(attempt, until)
                 if attempt.error is not None:
                     raise attempt.error
-        super().connect()  # type: ignore[misc]  # nothing to do where it is connected
-        self._is_up = True
+        if not self._is_up:
+            self._establish()
+            self._is_up = True
 
     def _await(self, attempt: _Attempt, until: float | None) -> None:
         try:
@@ -200,17 +201,21 @@ class _Bounded:
     def _connect_once(self, until: float) -> None:
         this: Any = self
         kept = this.retry, this.socket_connect_timeout
-        closures = self._closures
         this.retry = _ONCE
         this.socket_connect_timeout = min(kept[1] or until, max(until - time.monotonic(), TICK))
+        try:
+            self._establish()
+        finally:
+            this.retry, this.socket_connect_timeout = kept
+
+    def _establish(self) -> None:
+        closures = self._closures
         try:
             super().connect()  # type: ignore[misc]
         except CLOSED as error:
             if self._closures == closures:
                 raise
             raise closed(error) from error
-        finally:
-            this.retry, this.socket_connect_timeout = kept
 
 
 @cache
