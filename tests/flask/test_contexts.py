@@ -296,6 +296,36 @@ def test_reading_in_another_context_of_the_same_environ_takes_no_more_than_it_re
     assert answer.text == hashlib.sha256(BODY[10:]).hexdigest()
 
 
+def test_a_teardown_that_fails_when_a_stream_of_its_own_context_ends_does_not_have_the_work_run_again(
+    site: Site,
+) -> None:
+    """The client has had the whole stream by then."""
+
+    sent: list[str] = []
+
+    @site.app.teardown_request
+    def fail(error: BaseException | None) -> None:
+        if sent == ["a", "b"]:
+            raise JobFailed
+
+    def pieces() -> Iterator[str]:
+        for piece in "ab":
+            sent.append(piece)
+            yield piece
+
+    site.view(lambda: Response(stream_with_context(pieces()), 201), "/things")
+    answer = site.send(path="/things", buffered=False)
+    received: list[bytes] = []
+    with pytest.raises(JobFailed):
+        received.extend(answer.iter_encoded())
+    answer.close()
+    assert b"".join(received) == b"ab"
+    sent.clear()
+    again = site.send(path="/things")
+    assert (again.status_code, again.get_json()["error"]) == (500, "idempotency_response_not_stored")
+    assert (site.omitted(), len(site.runs)) == (b"broken_off", 1)
+
+
 # Views in a context of a test
 
 
