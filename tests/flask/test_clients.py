@@ -19,6 +19,8 @@ from tests.support.clusters import Cluster
 from tests.support.servers import Server, free_port, redis_server, valkey
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "flask.md").read_text()
 
 

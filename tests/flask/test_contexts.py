@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import threading
 import warnings
@@ -15,8 +16,11 @@ import gevent
 import pytest
 from flask import Flask, Response, copy_current_request_context, request, stream_with_context
 
+from idemredis import Policy
 from idemredis.flask import current_reservation
+from tests.support.servers import Server
 from tests.support.site import MakeSite, Site
+from tests.support.waiting import wait_until
 
 KEY = {"Idempotency-Key": "k1"}
 BODY = bytes(range(256)) * 400
@@ -358,3 +362,29 @@ def test_a_view_that_fails_in_test_request_context_gives_its_key_up(site: Site) 
     with suppress(JobFailed), site.app.test_request_context("/charges", method="POST", headers=KEY):
         view()
     assert (site.row()["status"], site.row()["owner"]) == (b"pending", b"")
+
+
+def test_a_context_that_nobody_ends_holds_its_row_for_a_lease_and_no_longer(
+    make_site: MakeSite, valkey_server: Server
+) -> None:
+    """As where a thread pushes one and ends: nobody renews the lease of a reservation that is gone."""
+    site = make_site(valkey_server, policy=Policy(lease=0.5, retention=60))
+
+    def view() -> str:
+        return current_reservation.key
+
+    def abandon() -> None:
+        site.app.test_request_context("/charges", method="POST", headers=KEY).push()
+        assert protected() == "k1"
+
+    def is_stale() -> bool:
+        gc.collect()
+        row = site.ledger.read("acme", "k1")
+        return row is not None and row.stale
+
+    protected = site.idempotency.protect(view)
+    thread = threading.Thread(target=abandon)
+    thread.start()
+    thread.join(20)
+    assert site.row()["status"] == b"pending"
+    wait_until(is_stale)

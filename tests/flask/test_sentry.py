@@ -15,6 +15,8 @@ from tests.support.servers import Server
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.slow
+
 # Sentry changes the process for good, so the application has one of its own; a snippet sets Sentry up.
 APPLICATION = """
     import json
