@@ -72,7 +72,9 @@ class Served:
         self._start()
 
     def _start(self) -> None:
-        patched = ["gevent.monkey", "--module"] if "gevent" in self.kind else []  # before anything is imported
+        patched = (
+            ["gevent.monkey", "--module"] if self.kind in ("gevent", "gunicorn-gevent") else []
+        )  # before anything is imported
         words = [sys.executable, "-m", *patched, "tests.support.served", json.dumps(asdict(self._setup))]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(mortal(words), cwd=ROOT, stdout=log, stderr=log)
