@@ -428,6 +428,13 @@ def test_a_refusal_keeps_its_numbers_and_its_retry_after(make_shaped: Callable[.
     assert site.send(path="/held").headers.getlist("Retry-After") == ["9"]
 
 
+def test_a_refusal_of_ones_own_shape_links_to_the_documentation_too(make_shaped: Callable[..., Site]) -> None:
+    site = make_shaped(_envelope, PROTOCOL="ietf", DOCS_URL="https://shop.example/keys")
+    site.idempotency.problem = lambda *_: ("no", 400, {"Link": "</why>"})
+    links = site.send(None).headers.getlist("Link")
+    assert links == ["</why>", '<https://shop.example/keys>; rel="describedby"']
+
+
 async def _awaited(code: str, status: int, message: str, facts: dict[str, int]) -> Any:
     return jsonify(code=code), status
 
