@@ -159,6 +159,7 @@ class _Bounded:
 
     _connecting: _Attempt | None = None
     _is_up = False
+    connected_at = 0.0  # by the local monotonic clock
 
     def connect(self) -> None:
         if self._is_up:
@@ -176,6 +177,7 @@ class _Bounded:
                     raise attempt.error
         super().connect()  # type: ignore[misc]  # nothing to do where it is connected
         self._is_up = True
+        self.connected_at = time.monotonic()
 
     def _await(self, attempt: _Attempt, until: float | None) -> None:
         try:

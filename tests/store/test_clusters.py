@@ -422,7 +422,7 @@ def test_one_wait_covers_a_batch_whatever_became_of_its_other_calls(
 
     def batch(turn: int) -> list[Any]:
         new = operations.claim(identity(f"new-{turn}", ""), "a" * 16, "f", 30.0, 900.0, 0.0, "")
-        calls = [
+        calls: list[operations.Call[Any]] = [
             new,
             operations.complete(wrong, ANSWER, 900.0),
             operations.renew(renewed, 900.0),

@@ -66,6 +66,10 @@ class Proxy:
                     with suppress(OSError):
                         end.shutdown(socket.SHUT_RDWR)
 
+    def switch(self, target_port: int) -> None:
+        """Lead new connections to another server; those that are open stay where they are."""
+        self._target = target_port
+
     def hold(self, holding: bool = True) -> None:
         """Hold back every reply until `hold(False)`: the server runs the requests, and their clients wait."""
         (self._flowing.clear if holding else self._flowing.set)()
