@@ -26,11 +26,13 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from ..errors import CorruptRow, IdempotencyError, LedgerUnavailable
 
 __all__ = [
+    "CLOSED",
     "ERRORS",
     "OutOfStep",
     "PoolExhausted",
     "WatchError",
     "capture_error",
+    "closed",
     "is_denied",
     "is_no_primary",
     "is_refusal",
@@ -43,6 +45,9 @@ __all__ = [
 
 ERRORS = (RedisError, RedisClusterException, OSError)
 """What a call may raise because of the server or the way to it."""
+
+CLOSED = (AttributeError, ValueError)
+"""What redis-py raises where another thread or task has closed its connection in the middle of a call."""
 
 _NEVER_SENT = (MaxConnectionsError, AuthenticationError, AuthorizationError)
 
@@ -85,6 +90,11 @@ def is_no_primary(error: BaseException) -> bool:
     return any(isinstance(cause, _NO_PRIMARY) for cause in causes) or any(
         sign in str(error) for sign in _NO_PRIMARY_SIGNS
     )
+
+
+def closed(error: Exception) -> RedisConnectionError:
+    """Return the error for a connection that redis-py finds gone: another task or thread saw it fail and closed it."""
+    return RedisConnectionError(f"the connection was closed meanwhile: {error}")
 
 
 def note_unsent(error: BaseException) -> None:
