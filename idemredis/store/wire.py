@@ -72,6 +72,9 @@ class Wire:
         self._left_at = 0.0  # when a reply said that the server is no primary; older connections are closed
         bound(client.connection_pool)
 
+    def place(self, row: str) -> None:
+        """Return None: there is one server, which has every row."""
+
     def exchange(self, trip: Trip, until: float) -> list[Any]:
         """Send commands and return their replies; one that is an error is returned, not raised.
 
@@ -154,6 +157,9 @@ class AsyncWire:
         self.client = client
         self.timeout = clients.deadline(client, timeout)
         self._left_at = 0.0
+
+    def place(self, row: str) -> None:
+        """Return None, as `Wire.place` does."""
 
     async def exchange(self, trip: Trip, until: float) -> list[Any]:
         """Send commands and return their replies, as `Wire.exchange` does."""

@@ -195,7 +195,14 @@ def _pieces(number: int, pause: float = 0.0, last: Exception | None = None) -> I
 
 def _serve(setup: Setup) -> None:
     if setup.kind.startswith("uwsgi"):
-        words = ["uwsgi", "--http-socket", setup.address, "--module", "tests.support.served:under_uwsgi()", "--need-app"]
+        words = [
+            "uwsgi",
+            "--http-socket",
+            setup.address,
+            "--module",
+            "tests.support.served:under_uwsgi()",
+            "--need-app",
+        ]
         words += ["--virtualenv", sys.prefix]
         words += ["--master", "--processes", str(setup.workers), "--die-on-term", "--no-orphans"]
         words += ["--enable-threads"] if setup.enable_threads else []
