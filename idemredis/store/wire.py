@@ -66,7 +66,7 @@ class Wire:
     """The way to one server, over the pool of a sync client."""
 
     def __init__(self, client: Any, timeout: float = clients.SOCKET_TIMEOUT) -> None:
-        self.client = client
+        self.client = client = clients.uncached(client)
         self.timeout = clients.deadline(client, timeout)
         self._blocking = isinstance(client.connection_pool, redis.BlockingConnectionPool)
         self._left_at = 0.0  # when a reply said that the server is no primary; older connections are closed
