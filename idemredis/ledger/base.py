@@ -15,6 +15,7 @@ from ..core.keys import Identity, identify, valid_route
 from ..core.outcomes import InProgress, Outcome, Replay
 from ..core.reservation import Reservation, allow
 from ..core.scripts import Script
+from ..core.tracebacks import hides_arguments
 from ..errors import AlreadyCompleted, ConfigurationError, KeyInProgress, KeyReused, PreviousAttemptFailed
 from ..events import EventEmitter, Observer
 from ..policy import Policy, check_lease, check_seconds
@@ -36,6 +37,7 @@ class BaseLedger(Generic[C]):
     _check_client: Callable[[object], None]
     _reservation_class: type[Reservation]
 
+    @hides_arguments
     def __init__(
         self,
         client: C,
@@ -63,6 +65,7 @@ class BaseLedger(Generic[C]):
         self._check_replicas()
 
     @classmethod
+    @hides_arguments
     def from_url(
         cls,
         url: str,

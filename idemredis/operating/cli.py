@@ -91,6 +91,7 @@ audit_log_option = click.option(
 def main(ctx: click.Context, url: str, namespace: str, timeout: float, audit_log: str | None) -> None:
     """Inspect an Idempotency-Key ledger, and settle its rows by hand."""
     ctx.obj = Session(url, namespace, timeout)
+    del url  # it may have a password in it, and an error reporter would send it
     ctx.call_on_close(ctx.obj.close)
     log_audit(ctx, audit_log)
 

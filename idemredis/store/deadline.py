@@ -20,6 +20,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from ..core.tracebacks import without_frames
+
 __all__ = ["TICK", "bound", "connect_by", "overdue", "run_by"]
 
 TICK = 0.1
@@ -134,7 +136,7 @@ class _Attempt:
         try:
             self.result = self._run()
         except BaseException as error:
-            self.error = error
+            self.error = without_frames(error)
         finally:
             self._done.set()
 

@@ -20,6 +20,7 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from ..core.tracebacks import without_frames
 from ..errors import CorruptRow, IdempotencyError, LedgerUnavailable
 
 __all__ = [
@@ -89,7 +90,7 @@ def map_error(error: Exception, seconds: float, *, unknown: bool = False) -> Ide
     unknown = unknown or leaves_unknown(error)
     message = f"Redis did not serve the call ({text})"
     mapped = LedgerUnavailable(message, seconds=seconds, unknown=unknown, reason=_reason(error))
-    mapped.__cause__ = error
+    mapped.__cause__ = without_frames(error)
     return mapped
 
 
