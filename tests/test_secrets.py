@@ -173,16 +173,30 @@ def test_an_async_ledger(url: str, how: str, made: str) -> None:
 
 
 def test_an_async_ledger_that_is_cancelled_while_it_connects() -> None:
-    async def run(url: str) -> BaseException:
-        ledger = AsyncLedger.from_url(url, socket_timeout=30.0)
-        with pytest.raises(TimeoutError) as error:
-            async with asyncio.timeout(0.2):
-                await ledger.claim("a", "k", "f")
-        await ledger.close()
+    async def run() -> BaseException:
+        sent = asyncio.Event()
+
+        async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            if PASSWORD.encode() in await reader.read(4096):
+                sent.set()
+            await reader.read()
+            writer.close()
+
+        async with await asyncio.start_server(hang, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            ledger = AsyncLedger.from_url(f"redis://somebody:{PASSWORD}@127.0.0.1:{port}/0", socket_timeout=5.0)
+            claim = asyncio.create_task(ledger.claim("a", "k", "f"))
+            await asyncio.wait_for(sent.wait(), 20.0)
+            claim.cancel()
+            with pytest.raises(asyncio.CancelledError) as error:
+                await claim
+            server.close()
+
+            await ledger.close()
+            await ledger.client.aclose()
         return error.value
 
-    with hanging() as port:
-        assert leaks(asyncio.run(run(f"redis://somebody:{PASSWORD}@127.0.0.1:{port}/0")), SECRET) == []
+    assert leaks(asyncio.run(run()), SECRET) == []
 
 
 def test_doctor(url: str) -> None:

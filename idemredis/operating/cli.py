@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ..core.text import escaped
 from ..errors import (
     ConfigurationError,
     IdempotencyError,
@@ -48,7 +49,7 @@ class Commands(click.Group):
 
 
 def _end(code: int, message: str) -> None:
-    click.echo(f"idemredis: {message}", err=True)
+    click.echo(f"idemredis: {escaped(message)}", err=True)
     raise SystemExit(code)
 
 

@@ -16,6 +16,7 @@ import click
 from ..core import scripts as lua
 from ..core.keys import Identity, identify
 from ..core.response import StoredResponse, storable_names
+from ..core.text import escaped
 from ..core.tracebacks import Hidden
 from ..errors import IdempotencyError, LedgerUnavailable
 from ..inspection import doctor, rows
@@ -341,9 +342,9 @@ def doctor_(session: Session, as_json: bool, read_only: bool, sample: int) -> No
     else:
         for finding in report.findings:
             where = f" ({finding.node})" if finding.node else ""
-            click.echo(f"{finding.verdict:<8} {finding.check:<12} {finding.reason}{where}")
+            click.echo(f"{finding.verdict:<8} {finding.check:<12} {escaped(finding.reason)}{where}")
             if finding.fix:
-                click.echo(f"{'':21} -> {finding.fix}")
+                click.echo(f"{'':21} -> {escaped(finding.fix)}")
     raise SystemExit(0 if report.healthy else 1 if report.reachable else 2)
 
 

@@ -20,15 +20,18 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from ..core.text import escaped
 from ..core.tracebacks import without_frames
 from ..errors import CorruptRow, IdempotencyError, LedgerUnavailable
 
 __all__ = [
+    "CLOSED",
     "ERRORS",
     "OutOfStep",
     "PoolExhausted",
     "WatchError",
     "capture_error",
+    "closed",
     "is_denied",
     "is_refusal",
     "is_wrong_password",
@@ -40,6 +43,9 @@ __all__ = [
 
 ERRORS = (RedisError, RedisClusterException, OSError)
 """What a call may raise because of the server or the way to it."""
+
+CLOSED = (AttributeError, ValueError)
+"""What redis-py raises where another thread or task has closed its connection in the middle of a call."""
 
 _NEVER_SENT = (MaxConnectionsError, AuthenticationError, AuthorizationError)
 
@@ -66,6 +72,11 @@ _DENIED = ("NOPERM", "permissions", "can't run this command")
 """In what servers say of a command that an ACL denies. Of one in a script redis-py makes a plain ResponseError."""
 
 
+def closed(error: Exception) -> RedisConnectionError:
+    """Return the error for a connection that redis-py finds gone: another task or thread saw it fail and closed it."""
+    return RedisConnectionError(f"the connection was closed meanwhile: {error}")
+
+
 def note_unsent(error: BaseException) -> None:
     """Note that there was no connection to send the call over: it did not run."""
     error.unsent = True  # type: ignore[attr-defined]
@@ -82,7 +93,7 @@ def map_error(error: Exception, seconds: float, *, unknown: bool = False) -> Ide
     Args:
         unknown: the script may have run, whatever the error says.
     """
-    text = str(error) or type(error).__name__
+    text = escaped(str(error)) or type(error).__name__
     if "WRONGTYPE" in text:  # Redis 6.2 prefixes the errors of scripts, which hides their kind from redis-py's classes
         return CorruptRow("it is not a hash")
     if isinstance(error, AskError):
