@@ -21,6 +21,7 @@ from ..events import EventEmitter, Observer
 from ..policy import Policy, check_lease, check_seconds
 from ..store import clients
 from ..store.cluster import wire
+from .waiting import room_of_request
 
 __all__ = ["MAX_CHECKPOINT", "BaseLedger", "reserved"]
 
@@ -173,6 +174,7 @@ class BaseLedger(Generic[C]):
             created_at=time.time(),
             route=valid_route(route),
             make=self._make_reservation,
+            room=room_of_request.get() if wait else None,
         )
 
     def _checkpoint_flow(self, r: Reservation, name: str, data: object) -> Flow[None]:
