@@ -14,6 +14,7 @@ from redis.asyncio.cluster import ClusterNode as AsyncClusterNode
 from redis.cluster import ClusterNode
 from redis.exceptions import AskError, MovedError, ResponseError
 
+from ..core.tracebacks import without_frames
 from . import clients
 from .deadline import Attempt, made_of
 from .errors import ERRORS, closed, leaves_unknown
@@ -238,6 +239,9 @@ class AsyncRouted:
                 await run()
         except TimeoutError as error:
             raise redis.TimeoutError("Timeout waiting for the cluster") from error
+        except BaseException as error:
+            without_frames(error)
+            raise
 
 
 def redirection(replies: Sequence[Any]) -> AskError | None:

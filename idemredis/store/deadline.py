@@ -20,6 +20,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from ..core.tracebacks import without_frames
 from .errors import CLOSED, closed
 
 __all__ = ["TICK", "Attempt", "bound", "connect_by", "made_of", "overdue"]
@@ -136,7 +137,7 @@ class Attempt:
         try:
             self.result = self._run()
         except BaseException as error:
-            self.error = error
+            self.error = without_frames(error)
         finally:
             self._done.set()
 

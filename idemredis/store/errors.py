@@ -23,6 +23,8 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from ..core.text import escaped
+from ..core.tracebacks import without_frames
 from ..errors import CorruptRow, IdempotencyError, LedgerUnavailable
 
 __all__ = [
@@ -113,7 +115,7 @@ def map_error(error: Exception, seconds: float, *, unknown: bool = False) -> Ide
     Args:
         unknown: the script may have run, whatever the error says.
     """
-    text = str(error) or type(error).__name__
+    text = escaped(str(error)) or type(error).__name__
     if "WRONGTYPE" in text:  # Redis 6.2 prefixes the errors of scripts, which hides their kind from redis-py's classes
         return CorruptRow("it is not a hash")
     if isinstance(error, AskError):
@@ -121,7 +123,7 @@ def map_error(error: Exception, seconds: float, *, unknown: bool = False) -> Ide
     unknown = unknown or leaves_unknown(error)
     message = f"Redis did not serve the call ({text})"
     mapped = LedgerUnavailable(message, seconds=seconds, unknown=unknown, reason=_reason(error))
-    mapped.__cause__ = error
+    mapped.__cause__ = without_frames(error)
     return mapped
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import redis
 from redis import RedisCluster
 
+from ..core.tracebacks import hides_arguments
 from ..errors import LedgerUnavailable
 from . import clients
 from .clients import Client
@@ -34,6 +35,7 @@ Node: TypeAlias = Any
 """A `redis.Redis` of one server; its commands come in too many shapes to be typed."""
 
 
+@hides_arguments
 def connect(url: str, socket_timeout: float = clients.SOCKET_TIMEOUT) -> Client:
     """Make a client for the server at the URL; where that is one of a cluster, for the whole cluster.
 

@@ -18,6 +18,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import MaxConnectionsError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from ..core.tracebacks import without_frames
 from . import clients
 from .deadline import TICK, bound, connect_by, overdue
 from .errors import CLOSED, ERRORS, OutOfStep, PoolExhausted, closed, is_no_primary, note_unsent
@@ -107,6 +108,7 @@ class Wire:
                     raise RedisTimeoutError(f"Timeout reading from {clients.address(self.client)}") from error
                 if isinstance(error, CLOSED):
                     raise closed(error) from error
+                without_frames(error)
                 raise
             if not overdue.remove(connection):
                 connection.disconnect()
@@ -189,6 +191,7 @@ class AsyncWire:
                     await self._leave()
                 if isinstance(error, CLOSED):
                     raise closed(error) from error
+                without_frames(error)
                 raise
         finally:
             await self._release(connection)
@@ -220,8 +223,10 @@ class AsyncWire:
                 await self.client.connection_pool.ensure_connection(connection)
             else:
                 await connection.connect()
-        except ERRORS as error:
-            note_unsent(error)
+        except BaseException as error:
+            if isinstance(error, ERRORS):
+                note_unsent(error)
+            without_frames(error)
             raise
 
     async def _leave(self) -> None:
