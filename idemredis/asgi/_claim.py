@@ -8,6 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from ..core.response import StoredResponse
 from ..core.settle import Ending, of_effect
 from ..errors import ConfigurationError, HoldForReview
 from ..events import observing
+from ..ledger.waiting import bounded
 from ..web.claims import answer_to, identity_of, refusal_for
 from ..web.contract import Refusal, parse_key
 from ..web.options import Options
@@ -137,15 +139,11 @@ async def _claim(
         if header is None:
             ledger.report_missing_key(str(principal), options.operation, exchange.route)
             return await _shaped(exchange, contract.key_required())
-        outcome = await ledger.claim(
-            principal,
-            parse_key(header, contract.protocol),
-            await _fingerprint(exchange, options, value),
-            options.operation,
-            options.lease,
-            settings.wait if options.wait is None else options.wait,
-            route=exchange.route,
-        )
+        key, fingerprint = parse_key(header, contract.protocol), await _fingerprint(exchange, options, value)
+        asked = (principal, key, fingerprint, options.operation, options.lease)
+        wait = settings.wait if options.wait is None else options.wait
+        with bounded() if wait else nullcontext():
+            outcome = await ledger.claim(*asked, wait, route=exchange.route)
     except Exception as error:
         refusal = refusal_for(error, settings)
         return None if refusal is None else await _shaped(exchange, refusal)

@@ -6,8 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar, cast, overload
 
+from ..core.tracebacks import hides_arguments
 from ..errors import ConfigurationError
 from ..events import Observer
 from ..ledger import AsyncLedger
@@ -57,6 +59,7 @@ class Idempotency:
         keeps_bodies: True if an endpoint has a fingerprint of its own, which needs the body.
     """
 
+    @hides_arguments
     def __init__(
         self,
         *,
@@ -71,8 +74,9 @@ class Idempotency:
         check_given(AsyncLedger, client, ledger, observers, problem)
         if not callable(principal):
             constant(principal)
-        self.settings = Settings.from_mapping({} if settings is None else settings)
-        self.ledger: AsyncLedger = make_ledger(AsyncLedger, self.settings, client, ledger, observers)
+        checked = Settings.from_mapping({} if settings is None else settings)
+        self.ledger: AsyncLedger = make_ledger(AsyncLedger, checked, client, ledger, observers)
+        self.settings = replace(checked, url=None)  # it may have a password in it
         self.problem = problem
         self.keeps_bodies = False
         self._principal = principal

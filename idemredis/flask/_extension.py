@@ -6,12 +6,14 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar, cast, overload
 from weakref import WeakSet
 
 from flask import Blueprint, Flask, current_app, request
 
 from ..core.reservation import Reservation
+from ..core.tracebacks import hides_arguments
 from ..errors import ConfigurationError
 from ..events import Observer
 from ..ledger import Ledger
@@ -42,14 +44,16 @@ class Idempotency:
         ledger: a `Ledger` to use in place of a client and of the settings that belong to a ledger.
         observers: called with each `Event`.
         problem: shapes refusals: `problem(code, status, message, facts)` is called within the request and returns what
-            a view might return. `facts` has further numbers, such as `lease_ms`. A Retry-After is added where the
-            refusal has one. If the function raises, the refusal is sent as it is without it.
+            a view might return. `facts` has further numbers, such as `lease_ms`. A Retry-After, and the Link to
+            `IDEMREDIS_DOCS_URL`, are added where the refusal has them. If the function raises, the refusal is sent as
+            it is without it.
 
     Raises:
         ConfigurationError: the constant is not a valid principal, `ledger` is not a `Ledger`, both `client` and
             `ledger` are given, `observers` and `ledger` are given, or `problem` is not a function.
     """
 
+    @hides_arguments
     def __init__(
         self,
         app: Flask | None = None,
@@ -92,7 +96,8 @@ class Idempotency:
                 f"{app.name!r} routes by host, so {PREFIX}FINGERPRINT_HEADERS must have 'host' in it; add it to "
                 f"{settings.fingerprint_headers!r}"
             )
-        state = State(self, make_ledger(Ledger, settings, self._client, self._ledger, self._observers), settings)
+        ledger = make_ledger(Ledger, settings, self._client, self._ledger, self._observers)
+        state = State(self, ledger, replace(settings, url=None))
         for view in self.protected:
             check_lease(getattr(view, OPTIONS), state.ledger.policy.retention, view.__qualname__)
         self._retention = min(self._retention, state.ledger.policy.retention)

@@ -8,7 +8,7 @@ import io
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +31,14 @@ from ..errors import (
 )
 from ..events import observing, serving
 from ..ledger.current import look_also_in, running
+from ..ledger.waiting import bounded
 from ..web.body import BodyTooLarge, RequestBody, raw_target
 from ..web.claims import answer_to, identity_of, refusal_for
 from ..web.contract import Refusal, parse_key
 from ..web.options import Options
 from ..web.recorder import ResponseRecorder
 from ..web.settings import Settings
+from ..web.threads import threads_of
 from ._exchange import CLAIMED, FOLLOWED, Exchange
 from ._state import EXTENSION, State
 
@@ -217,15 +219,10 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
             state.ledger.report_missing_key(str(principal), options.operation, _route(request))
             return refuse(contract.key_required())
         key = parse_key(header, contract.protocol)
-        outcome = state.ledger.claim(
-            principal,
-            key,
-            _fingerprint(state, options, exchange),
-            options.operation,
-            options.lease,
-            settings.wait if options.wait is None else options.wait,
-            route=_route(request),
-        )
+        asked = (principal, key, _fingerprint(state, options, exchange), options.operation, options.lease)
+        wait = settings.wait if options.wait is None else options.wait
+        with bounded(functools.partial(threads_of, request.environ)) if wait else nullcontext():
+            outcome = state.ledger.claim(*asked, wait, route=_route(request))
     except Exception as error:
         refusal = refusal_for(error, settings)
         return None if refusal is None else refuse(refusal)
@@ -353,6 +350,8 @@ def _refuse(state: State, refusal: Refusal) -> Response:
     for name, value in refusal.headers:
         if name == "Retry-After":
             response.headers.setdefault(name, value)
+        elif name == "Link":
+            response.headers.add(name, value)
     return response
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..core.keys import valid_principal
 from ..errors import ConfigurationError, InvalidPrincipal
 from ..events import Observer
 from ..ledger import AsyncLedger, Ledger
-from .settings import LEDGER_SETTINGS, PREFIX, Settings, check_options, in_settings
+from .settings import LEDGER_SETTINGS, PREFIX, Settings, in_settings
 
 __all__ = ["check_given", "constant", "make_ledger"]
 
@@ -66,25 +64,15 @@ def make_ledger(kind: type[L], settings: Settings, client: Any, ledger: L | None
                 f"{PREFIX}{doubled[0]} is the ledger's own setting; set it where the ledger is made"
             )
         return ledger
-    make: Callable[..., L]
-    if client is not None:
-        if settings.url is not None:
-            raise ConfigurationError(f"{PREFIX}URL and a client are both given; remove one")
-        make = functools.partial(kind, client)
-    elif settings.url is None:
-        raise ConfigurationError(f"{PREFIX}URL is not set; set it to a redis:// URL, or memory:// for a first try")
-    else:
-        make = functools.partial(kind.from_url, settings.url)
+    if client is not None and settings.url is not None:
+        raise ConfigurationError(f"{PREFIX}URL and a client are both given; remove one")
+    how = (settings.policy, settings.namespace, observers)
+    options: dict[str, Any] = {"socket_timeout": settings.socket_timeout, "log_keys": settings.log_keys}
     try:
-        made = make(
-            settings.policy,
-            settings.namespace,
-            observers,
-            socket_timeout=settings.socket_timeout,
-            log_keys=settings.log_keys,
-        )
-        if settings.url is not None:
-            check_options(made._client)
-        return made
+        if client is not None:
+            return kind(client, *how, **options)
+        if settings.url is None:
+            raise ConfigurationError(f"{PREFIX}URL is not set; use a redis:// URL, or memory:// for a first try")
+        return kind.from_url(settings.url, *how, **options)
     except ConfigurationError as error:
         raise in_settings(error) from None
