@@ -39,6 +39,7 @@ STARTED_ONCE = (
     "tests/packaging/",
     "tests/shop/",
     "tests/faults/test_clock_jumps.py",
+    "tests/asgi/test_real_servers.py",
     "tests/flask/test_real_servers.py",
     "tests/store/test_outages.py",
 )
