@@ -44,7 +44,8 @@ class Idempotency:
         observers: called with each `Event`.
         problem: shapes refusals: `problem(code, status, message, facts)` is called within the request and returns what
             a view might return. `facts` has further numbers, such as `lease_ms`. A Retry-After, and the Link to
-            `IDEMREDIS_DOCS_URL`, are added where the refusal has them. If the function raises, the refusal is sent as it is without it.
+            `IDEMREDIS_DOCS_URL`, are added where the refusal has them. If the function raises, the refusal is sent as
+            it is without it.
 
     Raises:
         ConfigurationError: the constant is not a valid principal, `ledger` is not a `Ledger`, both `client` and
