@@ -132,7 +132,9 @@ if sys.argv[3] == "first":
     from gevent import monkey
     monkey.patch_all()
 from idemredis import Ledger, Policy, Reservation, StoredResponse
-ledger = Ledger.from_url(f"redis://127.0.0.1:{sys.argv[1]}/0", policy=Policy(lease=1.5), namespace=sys.argv[2])
+ledger = Ledger.from_url(
+    f"redis://127.0.0.1:{sys.argv[1]}/0", policy=Policy(lease=1.5), namespace=sys.argv[2], socket_timeout=20.0
+)
 if sys.argv[4] == "used":
     r = ledger.claim("worker", "before", "f")
     ledger.start_heartbeat(r)

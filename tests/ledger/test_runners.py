@@ -28,7 +28,7 @@ from idemredis.core.keys import identify
 from idemredis.core.operations import Call, read
 from idemredis.core.reservation import Lease
 from idemredis.ledger import agenda
-from idemredis.ledger.agenda import Agenda, Batch, Job
+from idemredis.ledger.agenda import Agenda, Batch, Job, Room
 from tests.support.proxy import Proxy
 from tests.support.servers import Server
 from tests.support.subject import MakeSubject, Mode, Subject
@@ -358,7 +358,7 @@ def test_closing_throws_into_no_flow_that_sleeps_while_another_asks_again(caplog
     batch.interrupt("closing", lambda emit: None)
     assert log == ["no reply", "no reply"]
     kept = Agenda()
-    batch.put_back(kept)
+    batch.put_back(Room(), lambda job: kept)
     assert kept.clear() == [jobs[0]]
     assert caplog.records == []
 
