@@ -229,7 +229,8 @@ from dramatiq.results.backends import RedisBackend
 from idemredis import Ledger
 
 broker = RedisBroker(url="URL", heartbeat_timeout=1000, maintenance_chance=1_000_000)
-broker.add_middleware(Results(backend=RedisBackend(url="URL")))
+# redis-py waits 5 s for a reply by default, also for that of a command that blocks for longer
+broker.add_middleware(Results(backend=RedisBackend(url="URL?socket_timeout=90")))
 dramatiq.set_broker(broker)
 ledger = Ledger.from_url("URL")
 
