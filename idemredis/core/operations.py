@@ -88,8 +88,8 @@ def claim(
             case b"in_progress":
                 return InProgress(int(reply[2]) / 1000)
             case b"stale":
-                _checkpoint(reply[3:])  # raise for a corrupt checkpoint before the takeover, not after it
-                return Stale(int(reply[2]))
+                _checkpoint(reply[4:])  # raise for a corrupt checkpoint before the takeover, not after it
+                return Stale(int(reply[2]), bool(reply[3]))
             case b"reused":
                 return Reused()
             case _:

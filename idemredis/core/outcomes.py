@@ -46,9 +46,15 @@ class Reused:
 
 
 class Stale(NamedTuple):
-    """The lease of this generation has ended; a takeover of it may succeed."""
+    """The lease of this generation has ended; a takeover of it may succeed.
+
+    Attributes:
+        generation: generation of the attempt that had the lease.
+        released: True if that attempt gave the row up; False if it died, or if its lease ran out.
+    """
 
     generation: int
+    released: bool = False
 
 
 class Lost(NamedTuple):
