@@ -96,7 +96,7 @@ serving: ContextVar[object] = ContextVar("idemredis_serving", default=None)
 
 def digest(row: str) -> str:
     """Return 12 hex digits that identify a row in logs and spans, which never show its key or principal."""
-    return hashlib.sha256(row.encode()).hexdigest()[:12]
+    return hashlib.sha256(row.encode("utf-8", "surrogateescape")).hexdigest()[:12]
 
 
 class EventEmitter:

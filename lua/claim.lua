@@ -47,6 +47,7 @@ end
 -- Included here, since only an existing row needs these functions; defining them takes a tenth of a new claim's time.
 -- include lib/corrupt.lua
 -- include lib/lease.lua
+-- include lib/extend.lua
 
 local progress = progress_of(row)
 local why = fault(attempt, progress, ttl)

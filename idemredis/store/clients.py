@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any, TypeAlias, cast
+from urllib.parse import quote
 
 import redis
 import redis.asyncio
@@ -26,6 +27,7 @@ __all__ = [
     "deadline",
     "is_cluster",
     "options",
+    "public_url",
 ]
 
 logger = logging.getLogger("idemredis")
@@ -109,6 +111,21 @@ def address(client: Any) -> str:
     """Return host:port, or the path of a socket; never a password."""
     known = options(client)
     return str(known["path"]) if "path" in known else f"{known.get('host', '?')}:{known.get('port', '?')}"
+
+
+def public_url(client: Any) -> str | None:
+    """Return the URL of the client's server; None if it would have a password in it."""
+    known = options(client)
+    if known.get("password") or known.get("credential_provider"):
+        return None
+    user = f"{quote(str(known['username']))}@" if known.get("username") else ""
+    database = known.get("db") or 0
+    if "path" in known:
+        return f"unix://{user}{known['path']}?db={database}"
+    pool = getattr(client, "connection_pool", None)
+    kind = getattr(pool, "connection_class", None)
+    tls = known.get("ssl") or (isinstance(kind, type) and issubclass(kind, redis.SSLConnection))
+    return f"{'rediss' if tls else 'redis'}://{user}{address(client)}/{database}"
 
 
 def deadline(client: Any, seconds: float) -> float:

@@ -60,7 +60,7 @@ def test_every_transition_is_seen_in_the_row_itself(place: Place, ledger: Ledger
             ledger.release(r)
             next_is("released")
             again = claimed(ledger, f"acct_{i}", "k")
-            assert next_is("taken_over").generation == 2
+            assert next_is("retried").generation == 2
             (ledger.fail if i else ledger.complete)(again, ANSWER)
             next_is("failed" if i else "completed")
             place.client.delete(r.identity.row)
