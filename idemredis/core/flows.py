@@ -126,6 +126,9 @@ def claim(
             requested = 1
             outcome: Outcome | Stale | Lost = yield from _retry_once(call)
             if isinstance(outcome, Stale) and takeover:
+                if outcome.refusal is not None:  # a takeover would fence the owner, and then not count
+                    requested = 0
+                    raise outcome.refusal
                 requested, released = outcome.generation + 1, outcome.released
                 outcome = yield from _retry_once(
                     operations.takeover(

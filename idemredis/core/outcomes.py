@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from ..errors import NotDurable
 from .keys import Identity
 from .reservation import Reservation
 from .response import StoredResponse
@@ -62,12 +63,14 @@ class Stale(NamedTuple):
     """The lease of this generation has ended; a takeover of it may succeed.
 
     Attributes:
-        generation: generation of the attempt that had the lease.
+        generation: of the attempt before.
         released: True if that attempt gave the row up; False if it died, or if its lease ran out.
+        refusal: why a takeover would not be durable, if too few replicas keep up; None otherwise.
     """
 
     generation: int
     released: bool = False
+    refusal: NotDurable | None = None
 
 
 class Lost(NamedTuple):

@@ -140,8 +140,8 @@ def log_audit(ctx: click.Context, path: str | None) -> None:
 
 def _set_after_verb(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
     session = ctx.find_object(Session)
-    if value is not None and session is not None and parameter.name is not None:
-        setattr(session, parameter.name, value)
+    if session is not None:
+        session.change(**{str(parameter.name): value})
 
 
 def _with_connection_options(command: click.Command) -> click.Command:

@@ -24,7 +24,7 @@ from ..inspection import doctor, rows, survey
 from ..inspection.rows import ALL_OF_DIGEST, STATUSES, RowSummary, Status
 from ..inspection.suggestions import URL_VARIABLE, command_line, redis_cli, where
 from ..ledger import Ledger
-from ..store.clients import is_cluster
+from ..store.clients import client, is_cluster, options
 from ..store.errors import is_refusal
 from ..store.nodes import ask, connect, holder, primaries
 from . import acl as acl_lines
@@ -89,18 +89,29 @@ class Session:
     def __init__(self, url: str, namespace: str, timeout: float) -> None:
         self.namespace = namespace
         self.chosen = ""
-        self.url = url
-        self.timeout = timeout
+        self._url = url
+        self._timeout = timeout
 
     @cached_property
     def ledger(self) -> Ledger:
         """The ledger."""
-        return Ledger(connect(self.url, self.timeout), namespace=self.namespace)
+        return Ledger(connect(self._url, self._timeout), namespace=self.namespace)
+
+    def change(self, *, url: str | None = None, namespace: str | None = None, timeout: float | None = None) -> None:
+        """Use another server, namespace or timeout; before the first use of the ledger."""
+        self._url = self._url if url is None else url
+        self._timeout = self._timeout if timeout is None else timeout
+        self.namespace = self.namespace if namespace is None else namespace
 
     @property
     def command(self) -> str:
         """The beginning of a command for this ledger that can be pasted into a shell."""
         return command_line(self.ledger.client, self.namespace)
+
+    @property
+    def client_options(self) -> dict[str, Any]:
+        """What the client's connections are made of; known even if no server can be reached."""
+        return options(self.ledger.client if "ledger" in self.__dict__ else client(self._url, self._timeout))
 
     def close(self) -> None:
         """Close the connections that this session opened."""
@@ -468,7 +479,8 @@ def scripts(session: Session, as_json: bool, name: str) -> None:
 def acl(session: Session, as_json: bool, cluster: bool) -> None:
     """Print the ACL SETUSER lines for each user.
 
-    The users are the application, people who view rows, and people who also change them.
+    The users are the application, people who view rows, and people who also change them. Pass the application's URL:
+    a database other than 0 and a client_name need rules of their own.
     """
     try:
         info = ask(primaries(session.ledger.client)[0], "INFO")
@@ -477,7 +489,10 @@ def acl(session: Session, as_json: bool, cluster: bool) -> None:
     except LedgerUnavailable:
         setinfo = True
         click.echo("idemredis: no server reachable; these lines are for Valkey, and Redis 7.2 or later", err=True)
-    users = acl_lines.users(session.namespace, cluster, setinfo)
+    made_of = session.client_options
+    users = acl_lines.users(
+        session.namespace, cluster, setinfo, int(made_of.get("db") or 0), made_of.get("client_name")
+    )
     if as_json:
         print_json([{"role": user.role, "for": user.what_for, "line": user.line()} for user in users])
         return

@@ -17,8 +17,8 @@ from redis.exceptions import AskError, MovedError, ResponseError
 from ..core.keys import row_bytes
 from . import clients
 from .deadline import run_by
-from .errors import ERRORS, leaves_unknown
-from .wire import AsyncWire, Trip, Wire, closed, encode
+from .errors import ERRORS, closed, leaves_unknown
+from .wire import AsyncWire, Trip, Wire, encode
 
 __all__ = ["REDIRECTS", "AsyncRouted", "Routed", "named", "redirection", "wire"]
 
