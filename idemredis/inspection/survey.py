@@ -19,7 +19,7 @@ from ..core.outcomes import Survey, SurveyedRow
 from ..core.scripts import load
 from ..errors import IdempotencyError, LedgerUnavailable
 from ..store.clients import Client, is_cluster
-from ..store.errors import was_redirected
+from ..store.errors import is_cross_slot, was_redirected
 from ..store.nodes import Node, ask_all, run_on_many
 from .rows import STATUSES, Advance, RowSummary, Status, foreign_names, look, names
 
@@ -247,7 +247,7 @@ def _ask(node: Node, rows: Sequence[bytes], together: bool, finished: bool, peri
     for reply in run_on_many(node, load()["survey"], [rows] if together else [[name] for name in rows], args):
         if was_redirected(reply):  # its slot is being moved; the row is read through the cluster's client
             surveys.append(Survey(1, 0, 0, 0, 0, None, [SurveyedRow(0, "unread", None, 0.0, 0.0, 0.0)]))
-        elif isinstance(reply, LedgerUnavailable) and together and "CROSSSLOT" in str(reply):
+        elif isinstance(reply, LedgerUnavailable) and together and is_cross_slot(reply.__cause__):
             raise _Apart
         elif isinstance(reply, IdempotencyError):
             raise reply
