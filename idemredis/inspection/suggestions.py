@@ -28,7 +28,7 @@ def redis_cli(node: Any) -> str:
     if "path" in known:
         words += ["-s", str(known["path"])]
     else:
-        words += ["-h", str(known.get("host", "?")), "-p", str(known.get("port", "?"))]
+        words += ["-h", str(known.get("host", "localhost")), "-p", str(known.get("port", 6379))]
     if (public_url(node) or "").startswith("rediss:") or known.get("ssl"):
         words.append("--tls")
     if known.get("db"):

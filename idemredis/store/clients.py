@@ -110,7 +110,7 @@ def options(client: Any) -> dict[str, Any]:
 def address(client: Any) -> str:
     """Return host:port, or the path of a socket; never a password."""
     known = options(client)
-    return str(known["path"]) if "path" in known else f"{known.get('host', '?')}:{known.get('port', '?')}"
+    return str(known["path"]) if "path" in known else f"{known.get('host', 'localhost')}:{known.get('port', 6379)}"
 
 
 def public_url(client: Any) -> str | None:

@@ -340,3 +340,40 @@ def test_a_check_leaves_no_trace_in_a_ledgers_events(valkey_server: servers.Serv
         assert isinstance(r, Reservation)
         ledger.complete(r, StoredResponse(204))
     assert [event.name for event in told] == ["claimed", "completed"]
+
+
+@pytest.mark.slow
+def test_a_sample_among_very_many_foreign_keys_takes_few_calls_and_says_what_it_saw(
+    real_server: servers.Server, namespace: str
+) -> None:
+    with real_server.client(socket_timeout=30.0) as client:
+        for first in range(0, 500_000, 50_000):
+            client.eval(
+                "for i = ARGV[1], ARGV[2] do redis.call('SET', 'foreign:' .. i, '') end", 0, first, first + 49_999
+            )
+        ledger = Ledger(client, namespace=namespace)
+        client.config_resetstat()
+        report = ledger.check(sample=20)
+        used: Any = client.info("commandstats")
+        client.flushall()
+        ledger.close()
+    assert of(report, "rows").reason == "there are no rows among the first 10,000 keys"
+    assert used["cmdstat_scan"]["calls"] == 20
+    outside_scripts = ("scan", "ping", "info", "config|get", "evalsha", "eval", "memory|usage", "del")
+    assert sum(used.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in outside_scripts) < 80
+
+
+def test_a_sample_is_as_large_as_asked_and_says_how_many_keys_it_saw(
+    valkey_server: servers.Server, namespace: str
+) -> None:
+    with valkey_server.client() as client:
+        ledger = Ledger(client, namespace=namespace)
+        for i in range(1500):
+            ledger.claim("a", f"k{i}", "f")
+        assert of(ledger.check(sample=20), "rows").reason == "the first 20 rows (of 500 keys scanned) can be read"
+        assert of(ledger.check(sample=5000), "rows").reason == "all 1500 rows can be read"
+        client.config_resetstat()
+        ledger.check(sample=1000)
+        used: Any = client.info("commandstats")
+        assert used["cmdstat_scan"]["calls"] <= 4
+        ledger.close()
