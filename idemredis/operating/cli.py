@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from ..core.text import escaped
 from ..errors import (
     ConfigurationError,
     CorruptRow,
@@ -65,7 +66,7 @@ class Commands(click.Group):
 
 def _end(code: int, message: str, ctx: click.Context | None = None, verb: str = "", chosen: bool = False) -> None:
     """Print a message, and a command to paste if there is a verb, and exit."""
-    click.echo(paragraph(f"idemredis: {message}", 2, err=True), err=True)
+    click.echo(paragraph(f"idemredis: {escaped(message)}", 2, err=True), err=True)
     session = ctx.find_object(Session) if ctx is not None else None
     if verb and session is not None:
         command = f"{session.command} {verb} {session.chosen if chosen else ''}".rstrip()
@@ -124,6 +125,7 @@ def _connection_options(function: Any) -> Any:
 def main(ctx: click.Context, url: str, namespace: str, timeout: float, audit_log: str | None) -> None:
     """Inspect an Idempotency-Key ledger, and settle its rows by hand."""
     ctx.obj = Session(url, namespace, timeout)
+    del url  # it may have a password in it, and an error reporter would send it
     ctx.call_on_close(ctx.obj.close)
     log_audit(ctx, audit_log)
 

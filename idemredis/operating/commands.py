@@ -19,6 +19,8 @@ import click
 from ..core import scripts as lua
 from ..core.keys import Identity, identify, row_prefix
 from ..core.response import StoredResponse, storable_names
+from ..core.text import escaped
+from ..core.tracebacks import Hidden
 from ..errors import IdempotencyError, LedgerUnavailable
 from ..inspection import doctor, rows, survey
 from ..inspection.rows import ALL_OF_DIGEST, STATUSES, RowSummary, Status
@@ -89,17 +91,17 @@ class Session:
     def __init__(self, url: str, namespace: str, timeout: float) -> None:
         self.namespace = namespace
         self.chosen = ""
-        self._url = url
+        self._url = Hidden(url)
         self._timeout = timeout
 
     @cached_property
     def ledger(self) -> Ledger:
         """The ledger."""
-        return Ledger(connect(self._url, self._timeout), namespace=self.namespace)
+        return Ledger(connect(self._url.value, self._timeout), namespace=self.namespace)
 
     def change(self, *, url: str | None = None, namespace: str | None = None, timeout: float | None = None) -> None:
         """Use another server, namespace or timeout; before the first use of the ledger."""
-        self._url = self._url if url is None else url
+        self._url = self._url if url is None else Hidden(url)
         self._timeout = self._timeout if timeout is None else timeout
         self.namespace = self.namespace if namespace is None else namespace
 
@@ -111,7 +113,7 @@ class Session:
     @property
     def client_options(self) -> dict[str, Any]:
         """What the client's connections are made of; known even if no server can be reached."""
-        return options(self.ledger.client if "ledger" in self.__dict__ else client(self._url, self._timeout))
+        return options(self.ledger.client if "ledger" in self.__dict__ else client(self._url.value, self._timeout))
 
     def close(self) -> None:
         """Close the connections that this session opened."""
@@ -525,9 +527,9 @@ def doctor_(session: Session, as_json: bool, read_only: bool, sample: int) -> No
 
 def _print_finding(session: Session, finding: doctor.Finding) -> None:
     where_ = f" ({finding.node})" if finding.node else ""
-    text = paragraph(f"{finding.reason}{where_}", 22, f"{finding.verdict:<8} {finding.check:<12} ")
+    text = paragraph(f"{escaped(finding.reason)}{where_}", 22, f"{finding.verdict:<8} {finding.check:<12} ")
     print_coloured(text, finding.verdict)
-    for line in finding.fix.splitlines():
+    for line in map(escaped, finding.fix.split("\n") if finding.fix else ()):
         if line.startswith("idemredis "):
             ours = command_line(session.ledger.client, session.namespace)
             click.echo(f"{'':21} -> {line.replace(ours, session.command)}")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import click
 
+from ..core.text import escaped
 from ..inspection.rows import RowSummary
 from .tail import TailEvent
 
@@ -26,7 +27,6 @@ __all__ = [
     "as_line",
     "at",
     "duration",
-    "escaped",
     "in_words",
     "paragraph",
     "print_coloured",
@@ -210,11 +210,6 @@ def print_fact(name: str, text: str, names: int) -> None:
         click.echo(f"{'' if i else name:<{names}} {line}")
 
 
-def escaped(text: str) -> str:
-    """Return stored text with control characters escaped, so that it cannot control the terminal."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-
-
 def several(count: int, what: str) -> str:
     """Return a number with a noun, such as 1 row, or 1,200 rows."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
@@ -359,7 +354,7 @@ def print_event(event: TailEvent, as_json: bool) -> None:
     when = time.strftime("%H:%M:%S", time.localtime(event.at)) + f".{int(event.at % 1 * 1000):03}"
     name = " ".join(escaped(part) for part in (who.principal, who.operation, who.key) if part) if who else ""
     words = (f"generation {event.generation}", escaped(event.route), name)
-    start = f"{when}  {event.what:<11} {event.digest}  "
+    start = f"{when}  {escaped(event.what):<11} {escaped(event.digest)}  "
     rest = "  ".join(filter(None, words))
     width = terminal_width()
     click.echo(start + (rest if width is None else _cut(rest, max(width - len(start), SHORTEST))))
