@@ -245,8 +245,7 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
     except NoRoom as error:
         logger.error("a request body does not fit into the temporary directory, and its request %s: %s", ran, error)
         return refuse(contract.unavailable())
-    except CorruptRow as error:
-        logger.error("a row is corrupt, and its request %s: %s", ran, error)
+    except CorruptRow:  # its event is logged, with the row's digest
         return refuse(contract.row_corrupt())
     except LedgerUnavailable as error:
         busy = error.reason == "busy_pool"  # which says nothing about Redis
