@@ -98,10 +98,11 @@ class Emit(NamedTuple):
 
 
 class InBackground(NamedTuple):
-    """Run a flow in the background: it stores a response of `size` bytes, or releases a row."""
+    """Run a flow in the background: it stores a response of `size` bytes in a row, or releases the row."""
 
     flow: Flow[None]
     kind: Literal["completion", "release"]
+    row: str
     size: int = 0
 
 
@@ -300,7 +301,7 @@ def _retry_once(call: Call[T]) -> Flow[T]:
 
 def _finish(r: Reservation, response: StoredResponse, call: Call[Done | Fenced], event: EventName) -> Flow[None]:
     yield from _end(
-        r, call, event, lambda: InBackground(_until_stored(r, call, event), "completion", len(response.body))
+        r, call, event, lambda: InBackground(_until_stored(r, call, event), "completion", call.row, len(response.body))
     )
     if response.omitted:
         yield _emit("not_stored", r)
@@ -351,7 +352,7 @@ def _mark_fenced(r: Reservation) -> Flow[None]:
 
 def _release_later(identity: Identity, generation: int, owner: str, lease: float, policy: Policy) -> InBackground:
     call = operations.release(identity, generation, owner, policy.retention)
-    return InBackground(_until_released(call, lease), "release")
+    return InBackground(_until_released(call, lease), "release", call.row)
 
 
 def _until_released(call: Call[Done | Fenced], lease: float) -> Flow[None]:

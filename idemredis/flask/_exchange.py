@@ -340,7 +340,7 @@ def request_context(app: Flask, make: Callable[[Environ], RequestContext], envir
     """Make a request's context; that of a request with a key is followed."""
     state: State = app.extensions[EXTENSION]
     if not state.views.checked:
-        state.views.check(app, state.extension.protected)
+        state.views.check(app, state.extension.protected, state.settings.methods)
     context = make(environ)
     if "HTTP_IDEMPOTENCY_KEY" in environ:
         settings = state.settings

@@ -45,8 +45,9 @@ class Idempotency:
         ledger: a `Ledger` to use in place of a client and of the settings that belong to a ledger.
         observers: called with each `Event`.
         problem: shapes refusals: `problem(code, status, message, facts)` is called within the request and returns what
-            a view might return. `facts` has further numbers, such as `lease_ms`. A Retry-After is added where the
-            refusal has one. If the function raises, the refusal is sent as it is without it.
+            a view might return. `facts` has further numbers, such as `lease_ms`. A Retry-After, and the Link to
+            `IDEMREDIS_DOCS_URL`, are added where the refusal has them. If the function raises, the refusal is sent as
+            it is without it.
 
     Raises:
         ConfigurationError: the constant is not a valid principal, `ledger` is not a `Ledger`, both `client` and

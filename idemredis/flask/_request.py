@@ -394,6 +394,8 @@ def _refuse(state: State, refusal: Refusal) -> Response:
     for name, value in refusal.headers:
         if name == "Retry-After":
             response.headers.setdefault(name, value)
+        elif name == "Link":
+            response.headers.add(name, value)
     return response
 
 

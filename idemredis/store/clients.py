@@ -29,6 +29,8 @@ __all__ = [
     "deadline",
     "is_cluster",
     "options",
+    "own",
+    "uncached",
 ]
 
 logger = logging.getLogger("idemredis")
@@ -45,6 +47,7 @@ and further retries belong to the flows, which know whether a retry is safe."""
 
 _BACKOFF_CAP, _BACKOFF_BASE = 0.1, 0.01  # seconds; within the bound that a 503 is promised in
 
+_POOL_OWN = ("maint_", "orig_", "himport_")  # what redis-py's own pool adds to the options that it was given
 _SAFE = ("Redis URL must specify one of the following schemes", "Invalid value for ")
 """How redis-py's own messages about a URL begin. They name a scheme or an option that it knows."""
 
@@ -75,6 +78,30 @@ def clone(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
     """Return another client of the same server and settings, with connections of its own."""
     pool = client.connection_pool
     return type(client).from_pool(type(pool)(pool.connection_class, **pool.connection_kwargs))
+
+
+def uncached(client: Any) -> Any:
+    """Return the client, or one of the same server with a pool of its own if the client caches replies.
+
+    A cached entry belongs to a connection. redis-py looks for its invalidation there also while another thread waits
+    for a reply on that connection, and so takes the reply away.
+    """
+    pool = client.connection_pool
+    if getattr(pool, "cache", None) is None or not isinstance(pool, redis.ConnectionPool):
+        return client
+    return own(client)
+
+
+def own(client: Any, **changes: Any) -> redis.Redis:
+    """Return a client of the same server that does not cache, with a pool of its own; `changes` are options."""
+    pool = client.connection_pool
+    kept = {name: value for name, value in options(client).items() if not name.startswith(_POOL_OWN)}
+    made = redis.BlockingConnectionPool if isinstance(pool, redis.BlockingConnectionPool) else redis.ConnectionPool
+    return redis.Redis(
+        connection_pool=made(
+            connection_class=pool.connection_class, max_connections=pool.max_connections, **{**kept, **changes}
+        )
+    )
 
 
 def check_sync(candidate: object) -> None:

@@ -10,8 +10,11 @@ from redis.exceptions import (
     AskError,
     AuthenticationError,
     AuthorizationError,
+    BusyLoadingError,
+    MasterDownError,
     MaxConnectionsError,
     NoPermissionError,
+    ReadOnlyError,
     RedisClusterException,
     RedisError,
     ResponseError,
@@ -33,6 +36,7 @@ __all__ = [
     "capture_error",
     "closed",
     "is_denied",
+    "is_no_primary",
     "is_refusal",
     "is_wrong_password",
     "leaves_unknown",
@@ -70,6 +74,24 @@ _REASONS: Mapping[str, tuple[type[Exception], ...]] = {
 
 _DENIED = ("NOPERM", "permissions", "can't run this command")
 """In what servers say of a command that an ACL denies. Of one in a script redis-py makes a plain ResponseError."""
+
+
+_NO_PRIMARY = (ReadOnlyError, MasterDownError, BusyLoadingError)
+
+_NO_PRIMARY_SIGNS = ("READONLY", "MASTERDOWN", "NOREPLICAS", "UNBLOCKED", "replica instances")
+"""In the errors of a server that is a replica, becomes one (UNBLOCKED ends a WAIT), or lost its replicas to another
+primary. In Redis 6.2, other words come before the error of a script."""
+
+
+def is_no_primary(error: BaseException) -> bool:
+    """Whether the server may not be the primary any more, so that the same address may now lead to another server.
+
+    A replica that is copying the primary's data says that it is loading, as a server does that was restarted.
+    """
+    causes = (error, error.__context__)  # Sentinel's connections raise a ConnectionError in place of READONLY
+    return any(isinstance(cause, _NO_PRIMARY) for cause in causes) or any(
+        sign in str(error) for sign in _NO_PRIMARY_SIGNS
+    )
 
 
 def closed(error: Exception) -> RedisConnectionError:

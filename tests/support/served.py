@@ -29,7 +29,8 @@ from idemredis.flask import Idempotency, current_reservation
 __all__ = ["KINDS", "LET_GO", "PRINCIPAL", "Setup"]
 
 KINDS = ("gunicorn-sync", "gunicorn-gthread", "gunicorn-gevent", "waitress", "uwsgi", "werkzeug", "gevent")
-"""Servers; "uwsgi" has what docs/flask.md has for chunked bodies, and "uwsgi-bare" does not."""
+"""Servers; "uwsgi" has what docs/flask.md has for chunked bodies, and "uwsgi-bare" does not. "uwsgi-gevent" patches the
+threads after the application was loaded."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -210,6 +211,7 @@ def _serve(setup: Setup) -> None:
         words += ["--virtualenv", sys.prefix]
         words += ["--master", "--processes", str(setup.workers), "--die-on-term", "--no-orphans"]
         words += ["--enable-threads"] if setup.enable_threads else []
+        words += ["--gevent", "20", "--gevent-monkey-patch"] if setup.kind == "uwsgi-gevent" else []
         words += ["--threads", str(setup.uwsgi_threads)] if setup.uwsgi_threads > 1 else []
         os.environ[_SETUP] = json.dumps(asdict(setup))
         os.execv(Path(sys.executable).with_name("uwsgi"), words)
