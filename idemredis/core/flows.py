@@ -15,7 +15,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ..errors import CorruptRow, FencedOut, LedgerUnavailable, NotDurable
 from ..events import EventName
@@ -32,6 +32,7 @@ __all__ = [
     "Flow",
     "GivenUp",
     "InBackground",
+    "Room",
     "Sleep",
     "Step",
     "checkpoint",
@@ -70,6 +71,16 @@ STORE_WITHIN = 300.0
 """Seconds for which a completion is retried. It bounds the memory that unstored responses take."""
 
 
+class Room(Protocol):
+    """Decides whether one more duplicate may wait; `leave` follows each `enter` that returned True."""
+
+    def enter(self, identity: Identity) -> bool:
+        """Return whether there is room."""
+
+    def leave(self, identity: Identity) -> None:
+        """Give the place back."""
+
+
 class Sleep(NamedTuple):
     """Wait this long; the result is the local monotonic clock afterwards."""
 
@@ -87,10 +98,11 @@ class Emit(NamedTuple):
 
 
 class InBackground(NamedTuple):
-    """Run a flow in the background: it stores a response of `size` bytes, or releases a row."""
+    """Run a flow in the background: it stores a response of `size` bytes in a row, or releases the row."""
 
     flow: Flow[None]
     kind: Literal["completion", "release"]
+    row: str
     size: int = 0
 
 
@@ -114,17 +126,25 @@ def claim(
     created_at: float,
     route: str,
     make: MakeReservation = Reservation,
+    room: Room | None = None,
 ) -> Flow[Outcome]:
-    """Reserve the row, taking it over if it is stale; otherwise return its state, after waiting up to `wait` s."""
+    """Reserve the row, taking it over if it is stale; otherwise return its state, after waiting up to `wait` s.
+
+    Where a `room` is given and has no place, it does not wait.
+    """
     call = operations.claim(identity, owner, fingerprint, lease, policy.retention, created_at, route, make)
     races = 0
     began: float | None = None
+    entered = False
     requested = 1  # generation that this attempt owns if the reply is lost; 0 while no call is outstanding
     try:
         while True:
             requested = 1
             outcome: Outcome | Stale | Lost = yield from _retry_once(call)
             if isinstance(outcome, Stale) and takeover:
+                if outcome.refusal is not None:  # a takeover would fence the owner, and then not count
+                    requested = 0
+                    raise outcome.refusal
                 requested = outcome.generation + 1
                 outcome = yield from _retry_once(
                     operations.takeover(
@@ -139,6 +159,10 @@ def claim(
             if isinstance(outcome, (Stale, Lost)):
                 outcome = InProgress(0.0, stale=True)
             if isinstance(outcome, InProgress) and wait > 0 and not (outcome.stale and not takeover):
+                if room is not None and not entered:
+                    entered = room.enter(identity)
+                    if not entered:
+                        break
                 now: float = yield Sleep(0.0)
                 began = now if began is None else began
                 left = began + wait - now
@@ -153,6 +177,9 @@ def claim(
         if isinstance(error, LedgerUnavailable):
             yield Emit("unavailable", identity, route=route, reason=error.reason)
         raise
+    finally:
+        if room is not None and entered:
+            room.leave(identity)
     yield _claim_event(identity, outcome, route)
     return outcome
 
@@ -274,7 +301,7 @@ def _retry_once(call: Call[T]) -> Flow[T]:
 
 def _finish(r: Reservation, response: StoredResponse, call: Call[Done | Fenced], event: EventName) -> Flow[None]:
     yield from _end(
-        r, call, event, lambda: InBackground(_until_stored(r, call, event), "completion", len(response.body))
+        r, call, event, lambda: InBackground(_until_stored(r, call, event), "completion", call.row, len(response.body))
     )
     if response.omitted:
         yield _emit("not_stored", r)
@@ -325,7 +352,7 @@ def _mark_fenced(r: Reservation) -> Flow[None]:
 
 def _release_later(identity: Identity, generation: int, owner: str, lease: float, policy: Policy) -> InBackground:
     call = operations.release(identity, generation, owner, policy.retention)
-    return InBackground(_until_released(call, lease), "release")
+    return InBackground(_until_released(call, lease), "release", call.row)
 
 
 def _until_released(call: Call[Done | Fenced], lease: float) -> Flow[None]:

@@ -54,6 +54,7 @@ class Exchange:
         body: its body; None if it is not recorded.
         answer: a refusal or replay, which is sent whatever the application makes of it.
         recorder: settles the claim; None if there is none.
+        fingerprint: of a request that runs although Redis is down; "" otherwise.
         reservation: what `current_reservation` stands for.
         marked: the response says that the view ran unprotected.
         answer_to: settles the row and makes the answer for an error after the view, if it has one of its own.
@@ -66,6 +67,7 @@ class Exchange:
         self.body: RequestBody | None = None
         self.answer: Response | None = None
         self.recorder: ResponseRecorder | None = None
+        self.fingerprint = ""
         self.reservation: Reservation | None = None
         self.marked = False
         self.answer_to: Callable[[BaseException], Response | None] | None = None
@@ -105,6 +107,8 @@ class Exchange:
         self._enter()
         state: State = self.app.extensions[EXTENSION]
         settings = state.settings
+        if CLAIMED in self.request.environ:  # a context within the view of this very environ; the body is its body
+            return
         if self.body is None and state.views.are_protected(self.app, self.request, settings.protect_all):
             self.body = RequestBody(self.request.environ, settings.max_request)
             self.body.record(self.request.max_content_length)
@@ -338,7 +342,7 @@ def request_context(app: Flask, make: Callable[[Environ], RequestContext], envir
     """Make a request's context; that of a request with a key is followed."""
     state: State = app.extensions[EXTENSION]
     if not state.views.checked:
-        state.views.check(app, state.extension.protected)
+        state.views.check(app, state.extension.protected, state.settings.methods)
     context = make(environ)
     if "HTTP_IDEMPOTENCY_KEY" in environ:
         settings = state.settings

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -37,10 +37,12 @@ from ..errors import (
 )
 from ..events import observing, serving
 from ..ledger.current import look_also_in, running
+from ..ledger.waiting import bounded
 from ..web.body import BodyIncomplete, BodyTooLarge, LengthRequired, NoRoom, RequestBody, raw_target
 from ..web.contract import Refusal, parse_key
 from ..web.recorder import ResponseRecorder
 from ..web.settings import PREFIX, Settings
+from ..web.threads import threads_of
 from ._exchange import CLAIMED, FOLLOWED, Exchange
 from ._state import EXTENSION, Options, State
 
@@ -98,7 +100,7 @@ def _run_unprotected(
 ) -> Any:
     """Run the view without a claim; what it does with `current_reservation` still works."""
     find = functools.partial(_identity_of, state, options, header)
-    exchange.reservation = Unprotected(find, _route(exchange.request))
+    exchange.reservation = Unprotected(find, _route(exchange.request), fingerprint=exchange.fingerprint)
     current = exchange.reservation
     try:
         with running(current):
@@ -225,15 +227,11 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
             state.ledger.report_missing_key(str(principal), options.operation, _route(request))
             return refuse(contract.key_required())
         key = parse_key(header, contract.protocol)
-        outcome = state.ledger.claim(
-            principal,
-            key,
-            _fingerprint(state, options, exchange),
-            options.operation,
-            options.lease,
-            settings.wait if options.wait is None else options.wait,
-            route=_route(request),
-        )
+        fingerprint = _fingerprint(state, options, exchange)
+        asked = (principal, key, fingerprint, options.operation, options.lease)
+        wait = settings.wait if options.wait is None else options.wait
+        with bounded(functools.partial(threads_of, request.environ)) if wait else nullcontext():
+            outcome = state.ledger.claim(*asked, wait, route=_route(request))
     except InvalidPrincipal as error:
         logger.warning("a request has no valid principal, and %s: %s", ran, error)
         return refuse(contract.principal_required())
@@ -256,6 +254,7 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
         if not settings.fail_open or busy or settings.mode == "observe":
             return refuse(contract.unavailable())
         logger.error("a request runs unprotected, since %sFAIL_OPEN is set: %s", PREFIX, error)
+        exchange.fingerprint = fingerprint  # with which `Effects` still makes each effect once
         return None
     match outcome:
         case Reservation():
@@ -397,6 +396,8 @@ def _refuse(state: State, refusal: Refusal) -> Response:
     for name, value in refusal.headers:
         if name == "Retry-After":
             response.headers.setdefault(name, value)
+        elif name == "Link":
+            response.headers.add(name, value)
     return response
 
 

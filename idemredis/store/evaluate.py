@@ -55,18 +55,20 @@ def evaluation(
             script = loaded[call.script]
             tokens.append(call.token.encode())
             parts.append(encode_call(script, call, by_text))
-            if replicas and call.durable:
-                parts.append(wait)
-                tokens.append(None)
+        waits = replicas and any(calls[i].durable for i in unseen)
+        if waits:  # once, after the last call: it waits for all that this connection wrote
+            parts.append(wait)
+            tokens.append(None)
         sent = time.monotonic()
         replies = yield Trip(calls[unseen[0]].row, b"".join(parts), tokens)
         if isinstance(replies, OutOfStep) and time.monotonic() < until:
             continue
-        found = iter([replies] * len(tokens) if isinstance(replies, Exception) else replies)
+        found = [replies] * len(tokens) if isinstance(replies, Exception) else replies
+        by_replicas = found[-1] if waits else replicas
         left = []
-        for i in unseen:
-            call, reply = calls[i], next(found)
-            acknowledged = next(found) if replicas and call.durable else replicas
+        for i, reply in zip(unseen, found, strict=False):
+            call = calls[i]
+            acknowledged = by_replicas if call.durable else replicas
             if isinstance(reply, NoScriptError) and not by_text:
                 left.append(i)
             else:
@@ -155,7 +157,7 @@ def _evaluate_by_node(routed: Routed, calls: Sequence[Call[Any]], *how: Any) -> 
         for i, outcome in zip(places, evaluate(wire, [calls[i] for i in places], *how), strict=True):
             outcomes[i] = outcome
             if isinstance(outcome, LedgerUnavailable) and outcome.unknown:
-                routed.doubt()
+                routed.doubt(calls[i].row)
             if not was_redirected(outcome):
                 alone.discard(i)
     for i in alone:

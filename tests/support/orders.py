@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import NullPool, func, select, text
 from sqlalchemy.ext.asyncio import AsyncSession
@@ -73,11 +73,13 @@ class Orders:
             look: read the table of orders first, as work does that decides by what there is.
             pause: called after "begun", "made", "recorded" and "committed".
         """
-        return self._run(self._place(r, look, pause))
+        answer: StoredResponse = self._run(self._place(r, look, pause))
+        return answer
 
     def place_once(self, r: Reservation, *, pause: Callable[[str], object] = str) -> StoredResponse:
         """Make an order in a block of `Effects.once`, which makes it again if it is done, and return its answer."""
-        return self._run(self._place_once(r, pause))
+        answer: StoredResponse = self._run(self._place_once(r, pause))
+        return answer
 
     def count(self) -> int:
         """Return how many orders there are."""
@@ -132,21 +134,22 @@ class Orders:
             await self.value(session.close())
 
     async def _place_once(self, r: Reservation, pause: Callable[[str], object]) -> StoredResponse:
+        manager: Any = effects.once(self.make, r)
         if self.mode == "async":
-            async with effects.once(self.make, r) as e:
+            async with manager as e:
                 order = Order(made_by=r.generation)
                 e.session.add(order)
                 await e.session.flush()
                 await self._pause(pause, "made")
                 e.response = {"order": order.id}, 201
-            return e.answer
-        with effects.once(self.make, r) as e:
+            return cast(StoredResponse, e.answer)
+        with manager as e:
             order = Order(made_by=r.generation)
             e.session.add(order)
             e.session.flush()
             await self._pause(pause, "made")
             e.response = {"order": order.id}, 201
-        return e.answer
+        return cast(StoredResponse, e.answer)
 
     async def value(self, value: Any) -> Any:
         """Return what a session's method returns, which is awaited if it is a coroutine."""
