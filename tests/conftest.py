@@ -36,6 +36,7 @@ SLOW_FIXTURES = {"broker", "gunicorn", "pair", "served_by", "started_cluster"}
 
 STARTED_ONCE = (
     "tests/packaging/",
+    "tests/sql/",
     "tests/shop/",
     "tests/faults/test_clock_jumps.py",
     "tests/flask/test_real_servers.py",
