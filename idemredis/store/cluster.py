@@ -82,7 +82,7 @@ class Routed:
         return [(self._wire(node), places) for node, places in found.items()]
 
     def _follow(self, trip: Trip, until: float) -> list[Any]:
-        replies = self._wire(self._node(trip.row)).exchange(trip, until)
+        replies = self._wire(self._node(trip[0])).exchange(trip, until)
         for _ in range(REDIRECTS):
             redirect = redirection(replies)
             if redirect is None:
@@ -158,7 +158,7 @@ class AsyncRouted:
                 return replies
 
     async def _follow(self, trip: Trip, until: float) -> list[Any]:
-        replies = await AsyncWire(self.client.get_node_from_key(trip.row), self.timeout).exchange(trip, until)
+        replies = await AsyncWire(self.client.get_node_from_key(trip[0]), self.timeout).exchange(trip, until)
         for _ in range(REDIRECTS):
             redirect = redirection(replies)
             if redirect is None:
@@ -202,7 +202,8 @@ def redirection(replies: Sequence[Any]) -> AskError | None:
 def _asking(redirect: AskError, trip: Trip) -> Trip:
     if isinstance(redirect, MovedError):
         return trip
-    return trip._replace(packed=ASKING + trip.packed, tokens=(None, *trip.tokens))
+    row, packed, tokens = trip
+    return row, ASKING + packed, (None, *tokens)
 
 
 def _without_asking(redirect: AskError, replies: list[Any]) -> list[Any]:

@@ -25,6 +25,9 @@ __all__ = ["TICK", "bound", "connect_by", "overdue", "run_by"]
 TICK = 0.1
 """Seconds between two looks at the calls under way: how late an overdue one may be ended."""
 
+LINGER = 50
+"""Looks without a call before the thread waits to be woken: five seconds. Waking it costs as much as a call."""
+
 connect_by: ContextVar[float | None] = ContextVar("idemredis_connect_by", default=None)
 """When the call under way must have its connection, by the local monotonic clock."""
 
@@ -38,8 +41,10 @@ class _Overdue:
         self._reset()
 
     def _reset(self) -> None:
-        self._made_of = _made_of()
+        # A fork has no threads, and gevent may replace the locks at any time.
+        self._process, self._lock = os.getpid(), threading.Lock
         self._calls: dict[Any, float] = {}
+        self._used = False
         self._closing = threading.Lock()
         self._starting = threading.Lock()
         self._wanted = threading.Event()
@@ -48,9 +53,10 @@ class _Overdue:
 
     def add(self, connection: Any, until: float) -> None:
         """Close the connection at `until`, unless it is removed before."""
-        if self._made_of != _made_of():
+        if self._process != os.getpid() or self._lock is not threading.Lock:
             self._reset()
         self._calls[connection] = until
+        self._used = True
         if not self._watching:
             self._watch()
 
@@ -76,8 +82,11 @@ class _Overdue:
     def _run(self) -> None:
         while True:
             self._wanted.wait()
-            while self._calls:
+            unused = 0
+            while self._calls or unused < LINGER:
                 time.sleep(TICK)
+                unused = 0 if self._used else unused + 1
+                self._used = False
                 now = time.monotonic()
                 for connection, until in self._calls.copy().items():
                     if until <= now:
@@ -93,11 +102,6 @@ class _Overdue:
             if self._calls.pop(connection, None) is not None:
                 with suppress(Exception):  # closed under the eyes of the thread that reads from it
                     connection.disconnect()
-
-
-def _made_of() -> tuple[int, object]:
-    """What a thread and its locks are made of: a fork has no threads, and gevent may replace the locks at any time."""
-    return os.getpid(), threading.Lock
 
 
 overdue = _Overdue()

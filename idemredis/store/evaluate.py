@@ -9,6 +9,7 @@ import asyncio
 import time
 from collections.abc import Generator, Mapping, Sequence
 from functools import cache
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
 from redis.exceptions import NoScriptError
@@ -19,96 +20,139 @@ from ..core.scripts import Script, load
 from ..errors import IdempotencyError, LedgerUnavailable
 from ..policy import Policy
 from .cluster import AsyncRouted, Routed
-from .errors import ERRORS, OutOfStep, capture_error, map_error, was_redirected
+from .errors import ERRORS, OutOfStep, map_error, was_redirected
 from .wire import AsyncWire, Trip, Wire, bulk, encode
 
-__all__ = ["encode_call", "evaluate", "evaluate_async", "evaluation", "raised"]
+__all__ = ["encode_call", "evaluate", "evaluate_async", "evaluate_call", "evaluate_call_async", "evaluation", "raised"]
+
+Scripts: TypeAlias = Mapping[str, Script] | None
+Steps: TypeAlias = Generator[Trip, "list[Any] | Exception", Any]
+"""Yields round trips, and is sent their replies, or the error that came instead."""
+
+_SIZES = [b"$%d" % size for size in range(256)]
+"""What stands before a word, for all words but bodies and scripts: made once, since formatting a number is slow."""
 
 
-Evaluation: TypeAlias = Generator[Trip, "list[Any] | Exception", list[Any]]
-
-
-def evaluation(
-    calls: Sequence[Call[Any]],
-    scripts: Mapping[str, Script] | None = None,
-    policy: Policy | None = None,
-    until: float = 0.0,
-) -> Evaluation:
-    """Yield the round trips for these calls, and be sent their replies, or the error that came instead.
+def evaluation(call: Call[Any], scripts: Scripts, policy: Policy | None, until: float) -> Steps:
+    """Yield the round trips that run a script, and return its outcome, or the error of ours that it comes to.
 
     A call whose connection was out of step is sent again, on another one: each script has the same effect twice.
-
-    Returns:
-        For each call its outcome, or the error of ours that it comes to.
     """
-    loaded = load() if scripts is None else scripts
-    replicas = policy.min_replicas if policy is not None else 0
-    wait = _wait(policy) if policy is not None and replicas else b""
-    outcomes: list[Any] = [None] * len(calls)
-    unseen: Sequence[int] = range(len(calls))
+    script = (load() if scripts is None else scripts)[call.script]
+    tokens: list[bytes | None] = [call.token.encode()]
+    replicas, wait = 0, b""
+    if policy is not None and policy.min_replicas and call.durable:
+        replicas, wait = policy.min_replicas, _wait(policy)
+        tokens.append(None)
     by_text = False
-    while unseen:
-        parts: list[bytes] = []
-        tokens: list[bytes | None] = []
-        for i in unseen:
-            call = calls[i]
-            script = loaded[call.script]
-            tokens.append(call.token.encode())
-            parts.append(encode_call(script, call, by_text))
-            if replicas and call.durable:
-                parts.append(wait)
-                tokens.append(None)
+    while True:
         sent = time.monotonic()
-        replies = yield Trip(calls[unseen[0]].row, b"".join(parts), tokens)
-        if isinstance(replies, OutOfStep) and time.monotonic() < until:
-            continue
-        found = iter([replies] * len(tokens) if isinstance(replies, Exception) else replies)
-        left = []
-        for i in unseen:
-            call, reply = calls[i], next(found)
-            acknowledged = next(found) if replicas and call.durable else replicas
-            if isinstance(reply, NoScriptError) and not by_text:
-                left.append(i)
-            else:
-                outcomes[i] = capture_error(_outcome, call, reply, acknowledged, replicas, sent)
-        unseen, by_text = left, True
-    return outcomes
+        replies = yield call.row, encode_call(script, call, by_text) + wait, tokens
+        try:
+            if isinstance(replies, Exception):
+                if isinstance(replies, OutOfStep) and time.monotonic() < until:
+                    continue
+                raise map_error(replies, time.monotonic() - sent)
+            reply = replies[0]
+            if isinstance(reply, Exception):
+                if isinstance(reply, NoScriptError) and not by_text:
+                    by_text = True
+                    continue
+                raise map_error(reply, time.monotonic() - sent)
+            outcome = call.decode(reply, sent)  # its token was compared while the connection was in hand
+            if replicas:
+                if isinstance(replies[1], Exception):  # WAIT is refused, but the script has run
+                    raise map_error(replies[1], time.monotonic() - sent, unknown=True)
+                return operations.acknowledged(outcome, replies[1], replicas)
+            return outcome
+        except IdempotencyError as error:
+            return error
+
+
+def _together(evaluations: Sequence[Steps]) -> Steps:
+    """Run several at once: what they send next goes out in one round trip. Return the outcome of each."""
+    outcomes: list[Any] = [None] * len(evaluations)
+    replies: dict[int, Any] = dict.fromkeys(range(len(evaluations)))  # sending None starts a generator
+    while True:
+        trips = {}
+        for i, reply in replies.items():
+            try:
+                trips[i] = evaluations[i].send(reply)
+            except StopIteration as end:
+                outcomes[i] = end.value
+        if not trips:
+            return outcomes
+        rows, packed, tokens = zip(*trips.values(), strict=True)
+        found = yield rows[0], b"".join(packed), list(chain.from_iterable(tokens))
+        rest = iter(()) if isinstance(found, Exception) else iter(found)
+        replies = {
+            i: found if isinstance(found, Exception) else list(islice(rest, len(of_call)))
+            for i, (_, _, of_call) in trips.items()
+        }
 
 
 def encode_call(script: Script, call: Call[Any], by_text: bool = False) -> bytes:
     """Return the EVALSHA of a call, or its EVAL, as Redis reads it."""
-    head = _head(script.text if by_text else script.sha, by_text, len(call.args))
-    words = (call.row, *call.args)
-    parts = []
-    for word in words:  # all but a body is text, which is quicker to put together, and encoded at once
-        if type(word) is bytes or not (text := str(word)).isascii():
-            return head + b"".join(map(bulk, words))
-        parts.append(f"${len(text)}\r\n{text}\r\n")
-    return head + "".join(parts).encode()
+    parts = [_head(script.text if by_text else script.sha, by_text, len(call.args))]
+    for word in (call.row, *call.args):
+        data = word if type(word) is bytes else str(word).encode()
+        size = len(data)
+        parts.append(_SIZES[size] if size < len(_SIZES) else b"$%d" % size)
+        parts.append(data)
+    parts.append(b"")
+    return b"\r\n".join(parts)
 
 
 @cache
 def _head(script: str, by_text: bool, arguments: int) -> bytes:
-    name = b"EVAL" if by_text else b"EVALSHA"
-    text = script.encode()
-    return b"*%d\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n$1\r\n1\r\n" % (4 + arguments, len(name), name, len(text), text)
+    command = [bulk("EVAL" if by_text else "EVALSHA"), bulk(script), bulk(1)]
+    return (b"*%d\r\n" % (4 + arguments) + b"".join(command)).removesuffix(b"\r\n")
 
 
 def _wait(policy: Policy) -> bytes:
     return encode([("WAIT", policy.min_replicas, operations.milliseconds(policy.replica_timeout))])
 
 
+def evaluate_call(wire: Wire | Routed, call: Call[Any], scripts: Scripts = None, policy: Policy | None = None) -> Any:
+    """Run a script and return its outcome: in one round trip, or in two where the server has not seen it."""
+    until = time.monotonic() + wire.timeout
+    return _run(wire, evaluation(call, scripts, policy, until), until)
+
+
 def evaluate(
-    wire: Wire | Routed,
-    calls: Sequence[Call[Any]],
-    scripts: Mapping[str, Script] | None = None,
-    policy: Policy | None = None,
+    wire: Wire | Routed, calls: Sequence[Call[Any]], scripts: Scripts = None, policy: Policy | None = None
 ) -> list[Any]:
-    """Run scripts, in one round trip to each server (two where one has not been seen). See `evaluation`."""
+    """Run scripts, in one round trip to each server (two where one has not been seen), and return their outcomes."""
     if isinstance(wire, Routed) and len(calls) > 1:
         return _evaluate_by_node(wire, calls, scripts, policy)
     until = time.monotonic() + wire.timeout
-    steps = evaluation(calls, scripts, policy, until)
+    steps = _together([evaluation(call, scripts, policy, until) for call in calls])
+    return _run(wire, steps, until)  # type: ignore[no-any-return]  # a list, as `_together` says
+
+
+async def evaluate_call_async(
+    wire: AsyncWire | AsyncRouted, call: Call[Any], scripts: Scripts = None, policy: Policy | None = None
+) -> Any:
+    """Run a script over an asyncio client, as `evaluate_call` does."""
+    until = time.monotonic() + wire.timeout
+    return await _run_async(wire, evaluation(call, scripts, policy, until), until)
+
+
+async def evaluate_async(
+    wire: AsyncWire | AsyncRouted,
+    calls: Sequence[Call[Any]],
+    scripts: Scripts = None,
+    policy: Policy | None = None,
+) -> list[Any]:
+    """Run scripts over an asyncio client: in one round trip, or side by side on a cluster."""
+    if isinstance(wire, AsyncRouted):
+        return list(await asyncio.gather(*(evaluate_call_async(wire, call, scripts, policy) for call in calls)))
+    until = time.monotonic() + wire.timeout
+    steps = _together([evaluation(call, scripts, policy, until) for call in calls])
+    return await _run_async(wire, steps, until)  # type: ignore[no-any-return]
+
+
+def _run(wire: Wire | Routed, steps: Steps, until: float) -> Any:
     replies: list[Any] | Exception
     try:
         trip = next(steps)
@@ -119,21 +163,10 @@ def evaluate(
                 replies = error
             trip = steps.send(replies)
     except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]  # what the generator returns, which its type says
+        return end.value
 
 
-async def evaluate_async(
-    wire: AsyncWire | AsyncRouted,
-    calls: Sequence[Call[Any]],
-    scripts: Mapping[str, Script] | None = None,
-    policy: Policy | None = None,
-) -> list[Any]:
-    """Run scripts over an asyncio client: in one round trip, or side by side on a cluster."""
-    if isinstance(wire, AsyncRouted) and len(calls) > 1:
-        found = await asyncio.gather(*(evaluate_async(wire, [call], scripts, policy) for call in calls))
-        return [outcome for [outcome] in found]
-    until = time.monotonic() + wire.timeout
-    steps = evaluation(calls, scripts, policy, until)
+async def _run_async(wire: AsyncWire | AsyncRouted, steps: Steps, until: float) -> Any:
     replies: list[Any] | Exception
     try:
         trip = next(steps)
@@ -144,7 +177,7 @@ async def evaluate_async(
                 replies = error
             trip = steps.send(replies)
     except StopIteration as end:
-        return end.value  # type: ignore[no-any-return]
+        return end.value
 
 
 def _evaluate_by_node(routed: Routed, calls: Sequence[Call[Any]], *how: Any) -> list[Any]:
@@ -159,17 +192,8 @@ def _evaluate_by_node(routed: Routed, calls: Sequence[Call[Any]], *how: Any) -> 
             if not was_redirected(outcome):
                 alone.discard(i)
     for i in alone:
-        [outcomes[i]] = evaluate(routed, [calls[i]], *how)
+        outcomes[i] = evaluate_call(routed, calls[i], *how)
     return outcomes
-
-
-def _outcome(call: Call[Any], reply: Any, acknowledged: Any, required: int, sent: float) -> Any:
-    if isinstance(reply, Exception):
-        raise map_error(reply, time.monotonic() - sent)
-    outcome = call.decode(reply, sent)  # its token was compared while the connection was in hand
-    if isinstance(acknowledged, Exception):  # WAIT is refused, but the script has run
-        raise map_error(acknowledged, time.monotonic() - sent, unknown=True)
-    return operations.acknowledged(outcome, acknowledged, required)
 
 
 def raised(outcome: Any) -> Any:
