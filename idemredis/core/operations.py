@@ -86,8 +86,9 @@ def claim(
             case b"claimed":
                 return _reservation(make, identity, owner, fingerprint, lease, route, reply, sent)
             case b"replay":
-                _, _, status, generation, *response = reply
-                return Replay(StoredResponse.decode(*response), int(generation), status == b"failed")
+                _, _, generation, code, headers, body, *unusual = reply
+                omitted, status = unusual or (b"", b"completed")
+                return Replay(StoredResponse.decode(code, headers, body, omitted), int(generation), status == b"failed")
             case b"in_progress":
                 return InProgress(int(reply[2]) / 1000)
             case b"stale":
