@@ -29,8 +29,8 @@ Scripts: TypeAlias = Mapping[str, Script] | None
 Steps: TypeAlias = Generator[Trip, "list[Any] | Exception", Any]
 """Yields round trips, and is sent their replies, or the error that came instead."""
 
-_SIZES = [f"\r\n${size}\r\n" for size in range(256)]
-"""What stands before a word that is short; made once, since formatting a number is slow."""
+_SIZES = [f"\r\n${size}\r\n" for size in range(1024)]
+"""What stands before a word of each size, and ends the word before. Made once, since formatting a number is slow."""
 
 
 def evaluation(call: Call[Any], scripts: Scripts, policy: Policy | None, until: float) -> Steps:
@@ -93,14 +93,17 @@ def _together(evaluations: Sequence[Steps]) -> Steps:
 
 def encode_call(script: Script, call: Call[Any], by_text: bool = False) -> bytes:
     """Return the EVALSHA of a call, or its EVAL, as Redis reads it."""
+    # One character stands for each byte: text is put together in half the time that bytes take.
     parts = [_head(script.text if by_text else script.sha, by_text, len(call.args))]
     for word in (call.row, *call.args):
-        # One character for each byte, so that all is put together as text, which is quicker, and encoded once.
-        text = word.decode("latin-1") if type(word) is bytes else str(word)
-        if not text.isascii() and type(word) is not bytes:
-            text = text.encode().decode("latin-1")
-        size = len(text)
-        parts.append(_SIZES[size] if size < len(_SIZES) else f"\r\n${size}\r\n")
+        if type(word) is str:
+            text = word if word.isascii() else word.encode().decode("latin-1")
+        else:
+            text = word.decode("latin-1") if type(word) is bytes else str(word)
+        try:
+            parts.append(_SIZES[len(text)])
+        except IndexError:
+            parts.append(f"\r\n${len(text)}\r\n")
         parts.append(text)
     parts.append("\r\n")
     return "".join(parts).encode("latin-1")
@@ -108,7 +111,7 @@ def encode_call(script: Script, call: Call[Any], by_text: bool = False) -> bytes
 
 @cache
 def _head(script: str, by_text: bool, arguments: int) -> str:
-    words = [bulk(word) for word in ("EVAL" if by_text else "EVALSHA", script, 1)]
+    words = (bulk("EVAL" if by_text else "EVALSHA"), bulk(script), bulk(1))
     return f"*{len(words) + 1 + arguments}\r\n{b''.join(words).decode('latin-1')}".removesuffix("\r\n")
 
 
