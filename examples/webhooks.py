@@ -25,41 +25,39 @@ from flask.typing import ResponseReturnValue
 from gateway import SLOW, Gateway
 from proof import prove, serving, wait_for
 
-from idemredis import (
-    AlreadyCompleted,
-    FencedOut,
-    InvalidKey,
-    KeyInProgress,
-    KeyReused,
-    Ledger,
-    LedgerUnavailable,
-    fingerprint_value,
-)
+from idemredis import AlreadyCompleted, FencedOut, InvalidKey, KeyInProgress, KeyReused, Ledger, LedgerUnavailable
+from idemredis import fingerprint_value as fingerprint
 
 SECRETS = {"stripes": b"whsec_example"}
+"""The webhook secret of each provider. A provider that is not here, or has no secret, cannot sign anything."""
 
 
 def create_app() -> Flask:
     app = Flask(__name__)
-    app.config.from_mapping(REDIS="redis://127.0.0.1:6379/0", GATEWAY="gateway.sqlite3")
+    app.config.from_mapping(REDIS="redis://127.0.0.1:6379/0", NAMESPACE="idem", GATEWAY="gateway.sqlite3")
     app.config.from_prefixed_env("SHOP")
-    app.extensions["ledger"] = Ledger.from_url(app.config["REDIS"])
+    app.extensions["ledger"] = Ledger.from_url(app.config["REDIS"], namespace=app.config["NAMESPACE"])
     app.add_url_rule("/webhooks/<provider>", view_func=receive, methods=["POST"])
     return app
 
 
 def receive(provider: str) -> ResponseReturnValue:
-    if not hmac.compare_digest(request.headers.get("X-Signature", ""), sign(provider, request.get_data())):
+    if not is_signed(provider, request.get_data(), request.headers.get("X-Signature", "")):
         return {"error": "signature"}, 401
-    event = request.get_json()
+    try:
+        event = request.get_json()
+        number, kind, data = str(event["id"]), str(event["type"]), dict(event["data"])
+        card, amount = str(data["card"]), int(data["amount"])
+    except (KeyError, TypeError, ValueError):
+        return {"error": "event"}, 400
     ledger: Ledger = current_app.extensions["ledger"]
     gateway = Gateway(current_app.config["GATEWAY"])
     # Only the event itself is hashed; attempt counters and delivery times differ between deliveries.
-    asked = fingerprint_value({"type": event["type"], "data": event["data"]})
+    asked = fingerprint({"type": kind, "data": data})
     try:
-        with ledger.reserve(provider, event["id"], asked, "webhook", lease=2, wait=5) as r:
+        with ledger.reserve(provider, number, asked, "webhook", lease=2, wait=5) as r:
             key = r.downstream_key("gateway")  # the same for every delivery of this event
-            r.result = gateway.charge(event["data"]["card"], event["data"]["amount"], key)
+            r.result = gateway.charge(card, amount, key)
     except AlreadyCompleted:
         return {"status": "done before"}  # providers only need a 200
     except (KeyInProgress, FencedOut, LedgerUnavailable):
@@ -69,9 +67,15 @@ def receive(provider: str) -> ResponseReturnValue:
     return {"status": "done"}
 
 
+def is_signed(provider: str, body: bytes, signature: str) -> bool:
+    """Return True if the provider signed these bytes; compared as bytes, in constant time."""
+    if not SECRETS.get(provider):
+        return False
+    return hmac.compare_digest(signature.encode("latin-1", "replace"), sign(provider, body).encode())
+
+
 def sign(provider: str, body: bytes) -> str:
-    secret = SECRETS.get(provider)
-    return hmac.digest(secret, body, hashlib.sha256).hex() if secret else "no such provider"
+    return hmac.digest(SECRETS[provider], body, hashlib.sha256).hex()
 
 
 def main() -> None:
@@ -83,7 +87,10 @@ def main() -> None:
             def deliver(event: str, card: str, attempt: int = 1, signature: str | None = None) -> int:
                 data = {"card": card, "amount": 1999}
                 body = json.dumps({"id": event, "type": "renewal.due", "data": data, "attempt": attempt}).encode()
-                headers = {"X-Signature": signature or sign("stripes", body), "Content-Type": "application/json"}
+                headers = {
+                    "X-Signature": signature or sign("stripes", body),
+                    "Content-Type": "application/json",
+                }
                 try:
                     return http.post("/webhooks/stripes", content=body, headers=headers).status_code
                 except httpx.TransportError:

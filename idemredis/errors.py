@@ -10,8 +10,9 @@ IdempotencyError
 ├── CorruptRow             the row was not written by this ledger, or was edited
 ├── FencedOut              another attempt owns the row, or the row is gone
 ├── KeyInProgress          another attempt is running              (`reserve` and `once` only)
-├── KeyReused              same key, another fingerprint           (`reserve` and `once` only)
+├── KeyReused              same key, another fingerprint           (`reserve`, `once` and `Effects`)
 ├── AlreadyCompleted       an earlier attempt finished             (`reserve` and `once` only)
+│   └── EffectDone         its effect is in the SQL database       (`Effects` only)
 ├── PreviousAttemptFailed  an earlier attempt failed for good      (`reserve` and `once` only)
 ├── HoldForReview          raised by the application: leave the row pending for a person
 └── NoReservation          `current_reservation` is used, and there is none
@@ -29,6 +30,7 @@ __all__ = [
     "AlreadyCompleted",
     "ConfigurationError",
     "CorruptRow",
+    "EffectDone",
     "FencedOut",
     "HoldForReview",
     "IdempotencyError",
@@ -160,7 +162,15 @@ class KeyInProgress(IdempotencyError):
 
 
 class KeyReused(IdempotencyError):
-    """The key was used before for a different request: the fingerprints differ."""
+    """The key was used before for a different request: the fingerprints differ.
+
+    Attributes:
+        digest: identifies the row, as in `Event.digest`, if `Effects` raised this; "" otherwise.
+    """
+
+    def __init__(self, digest: str = "") -> None:
+        super().__init__(*[digest] * bool(digest))
+        self.digest = digest
 
     def __str__(self) -> str:
         return "this key was used before with another fingerprint; use a new key for a new operation"
@@ -187,6 +197,25 @@ class AlreadyCompleted(Finished):
     def __str__(self) -> str:
         omitted = f"; its result was not stored ({self.response.omitted})" if self.response.omitted else ""
         return f"this operation was completed before{omitted}"
+
+
+class EffectDone(AlreadyCompleted):
+    """An earlier attempt has committed the effect, and this attempt's transaction was rolled back.
+
+    A protected view, or a function under `once`, may let it pass: it is answered with the response.
+
+    Attributes:
+        response: the response that was recorded with the effect.
+        digest: identifies the row, as in `Event.digest`; "" means the row of the attempt that raises this.
+    """
+
+    def __init__(self, response: StoredResponse | Mapping[str, Any], digest: str = "") -> None:
+        super().__init__(response)
+        self.args = (*self.args, digest)
+        self.digest = digest
+
+    def __str__(self) -> str:
+        return "the effect of this operation was committed before, and nothing was done again"
 
 
 class PreviousAttemptFailed(Finished):

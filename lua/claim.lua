@@ -19,7 +19,8 @@ REPLY
   reused       token               the row was claimed with another fingerprint
   corrupt      token why           the row was not written by this ledger, or was edited
 
-WRITES  on "claimed" only: the TTL and all fields of a new row; for this attempt's own row the TTL, and lease and retention if they change
+WRITES  on "claimed": the TTL and all fields of a new row; for this attempt's own row the TTL, and lease and retention if they change.
+        On "stale": the generation as it is, so that WAIT tells whether replicas keep up before a takeover fences the owner.
 ]]
 -- include lib/row.lua
 -- include lib/clock.lua
@@ -70,4 +71,5 @@ end
 
 local left = lease_left(current_lease, current_retention, ttl)
 if left > 0 then return {'in_progress', owner, left} end
+if current_owner ~= '' then redis.pcall('HSET', row, 'generation', generation) end
 return with_checkpoint({'stale', owner, generation}, progress)

@@ -127,6 +127,9 @@ def claim(
             requested = 1
             outcome: Outcome | Stale | Lost = yield from _retry_once(call)
             if isinstance(outcome, Stale) and takeover:
+                if outcome.refusal is not None:  # a takeover would fence the owner, and then not count
+                    requested = 0
+                    raise outcome.refusal
                 requested = outcome.generation + 1
                 outcome = yield from _retry_once(
                     operations.takeover(

@@ -157,18 +157,21 @@ def read(identity: Identity, *, body: bool = True) -> Call[Row | None]:
 
 
 def acknowledged(outcome: T, replicas: int, required: int) -> T:
-    """Return the outcome if enough replicas acknowledged its write, or if it wrote nothing.
+    """Return the outcome if enough replicas acknowledged its write, or if it changed nothing.
 
     Raises:
         NotDurable: fewer than `required` replicas did; a failover can lose the write.
     """
-    if isinstance(outcome, (Reservation, Done)) and replicas < required:
-        raise NotDurable(
-            f"{replicas} of {required} required replicas acknowledged in time; check them, or lower min_replicas",
-            acknowledged=replicas,
-            required=required,
-        )
-    return outcome
+    if replicas >= required or not isinstance(outcome, (Reservation, Done, Stale)):
+        return outcome
+    refusal = NotDurable(
+        f"{replicas} of {required} required replicas acknowledged in time; check them, or lower min_replicas",
+        acknowledged=replicas,
+        required=required,
+    )
+    if isinstance(outcome, Stale):
+        return outcome._replace(refusal=refusal)
+    raise refusal
 
 
 def milliseconds(seconds: float) -> int:

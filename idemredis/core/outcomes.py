@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+from ..errors import NotDurable
 from .keys import Identity
 from .reservation import Reservation
 from .response import StoredResponse
@@ -46,9 +47,15 @@ class Reused:
 
 
 class Stale(NamedTuple):
-    """The lease of this generation has ended; a takeover of it may succeed."""
+    """The lease of this generation has ended; a takeover of it may succeed.
+
+    Attributes:
+        generation: of the attempt before.
+        refusal: why a takeover would not be durable, if too few replicas keep up; None otherwise.
+    """
 
     generation: int
+    refusal: NotDurable | None = None
 
 
 class Lost(NamedTuple):

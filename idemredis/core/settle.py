@@ -6,14 +6,15 @@ import logging
 import os
 from typing import Literal, NamedTuple, TypeAlias
 
-from ..errors import FencedOut, HoldForReview, IdempotencyError, LedgerUnavailable
+from ..errors import EffectDone, FencedOut, HoldForReview, IdempotencyError, KeyReused, LedgerUnavailable
+from ..events import digest
 from ..policy import Policy
 from . import flows
 from .flows import Flow
 from .reservation import Reservation
 from .response import StoredResponse
 
-__all__ = ["ON_ERROR", "Ending", "OnError", "of_error", "of_status", "settle"]
+__all__ = ["ON_ERROR", "Ending", "OnError", "of_effect", "of_error", "of_status", "settle"]
 
 logger = logging.getLogger("idemredis")
 
@@ -37,6 +38,19 @@ class Ending(NamedTuple):
 
     how: Literal["complete", "fail", "release", "hold", "review"]
     response: StoredResponse | None = None
+
+
+def of_effect(error: BaseException, r: Reservation) -> Ending | None:
+    """Return how to settle a row whose effect `Effects` has found in the database; None for any other error.
+
+    The row is completed with the response of the effect, or released if the effect belongs to another request.
+    """
+    match error:
+        case EffectDone() if error.digest in ("", digest(r.row)):
+            return Ending("complete", error.response)
+        case KeyReused() if error.digest == digest(r.row):
+            return Ending("release")
+    return None
 
 
 def of_error(error: BaseException, on_error: OnError) -> Literal["store", "release", "hold", "review"]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from flask import Flask, Request, Response, request
 
 from ..core.reservation import Reservation
-from ..errors import HoldForReview
 from ..web.body import Environ, RequestBody
 from ..web.recorder import ResponseRecorder
 from ._content import record
@@ -57,7 +56,7 @@ class Exchange:
         recorder: settles the claim; None if there is none.
         reservation: what `current_reservation` stands for.
         marked: the response says that the view ran unprotected.
-        answer_held: makes the answer for a `HoldForReview` that is raised after the view.
+        answer_to: settles the row and makes the answer for an error after the view, if it has one of its own.
         ended: True once Flask has finished with the request.
     """
 
@@ -69,7 +68,7 @@ class Exchange:
         self.recorder: ResponseRecorder | None = None
         self.reservation: Reservation | None = None
         self.marked = False
-        self.answer_held: Callable[[], Response] | None = None
+        self.answer_to: Callable[[BaseException], Response | None] | None = None
         self.ended = False
         self._context = context
         self._began = sys.exc_info()[1]  # an exception that is handled around the request is not one of it
@@ -106,6 +105,8 @@ class Exchange:
         self._enter()
         state: State = self.app.extensions[EXTENSION]
         settings = state.settings
+        if CLAIMED in self.request.environ:  # a context within the view of this very environ; the body is its body
+            return
         if self.body is None and state.views.are_protected(self.app, self.request, settings.protect_all):
             self.body = RequestBody(self.request.environ, settings.max_request)
             self.body.record(self.request.max_content_length)
@@ -190,10 +191,8 @@ class Exchange:
         handled = self._raised()
         if self.recorder is not None and handled is not None:
             self.recorder.failure = handled
-            if isinstance(handled, HoldForReview) and self.answer_held is not None:
-                self.recorder.hold_for_review()
-                self.answer = self.answer_held()
-                self.answer_held = None
+            if self.answer_to is not None and (answer := self.answer_to(handled)) is not None:
+                self.answer, self.answer_to = answer, None
         if self.answer is not None:
             if self._placed:
                 return response  # a function has failed over it

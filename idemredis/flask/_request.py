@@ -23,14 +23,16 @@ from ..core.fingerprint import begin_fingerprint, fingerprint_endpoint
 from ..core.keys import Identity, identify, valid_principal
 from ..core.outcomes import InProgress, Replay, Reused
 from ..core.reservation import Reservation, Unprotected, observed
-from ..core.response import NULL_BODY_STATUSES, StoredResponse, filter_headers, storable_names
-from ..core.settle import Ending
+from ..core.response import NULL_BODY_STATUSES, StoredResponse
+from ..core.settle import Ending, of_effect
 from ..errors import (
     ConfigurationError,
     CorruptRow,
+    EffectDone,
     HoldForReview,
     InvalidKey,
     InvalidPrincipal,
+    KeyReused,
     LedgerUnavailable,
 )
 from ..events import observing, serving
@@ -53,10 +55,16 @@ _request: Callable[[], Request] = request._get_current_object  # type: ignore[at
 
 def run_protected(options: Options, view: Callable[[], Any]) -> Any:
     """Claim the key and run the view, or return a refusal or replay in its place."""
-    app, owning_request = _app(), _request()
+    app = _app()
     state: State | None = app.extensions.get(EXTENSION)
     if state is None:
         raise ConfigurationError(f"{app.name!r} has a protected view; call Idempotency.init_app(app) first")
+    returned = _run_view(app, state, options, view)
+    return _answer(state, returned) if isinstance(returned, StoredResponse) else returned
+
+
+def _run_view(app: Flask, state: State, options: Options, view: Callable[[], Any]) -> Any:
+    owning_request = _request()
     environ, settings = owning_request.environ, state.settings
     if owning_request.method.upper() not in settings.methods:
         return view()
@@ -91,8 +99,15 @@ def _run_unprotected(
     """Run the view without a claim; what it does with `current_reservation` still works."""
     find = functools.partial(_identity_of, state, options, header)
     exchange.reservation = Unprotected(find, _route(exchange.request))
-    with running(exchange.reservation):
-        return view()
+    current = exchange.reservation
+    try:
+        with running(current):
+            return view()
+    except (EffectDone, KeyReused) as error:
+        if (found := of_effect(error, current)) is None:
+            raise
+        exchange.answer = _answer(state, state.settings.contract.answer_effect(found))
+        return exchange.answer
 
 
 def _identity_of(state: State, options: Options, header: str | None) -> Identity:
@@ -162,25 +177,37 @@ def _run(state: State, options: Options, exchange: Exchange, claimed: Reservatio
     recorder = ResponseRecorder(claimed, settle, on_error, settings.storable, ledger.policy.max_body)
     current = observed(claimed) if settings.mode == "observe" else claimed
     exchange.recorder, exchange.reservation = recorder, current
-    exchange.answer_held = functools.partial(_answer_held, state, claimed)
+    exchange.answer_to = functools.partial(_answer_to, state, recorder, claimed)
     ledger.start_heartbeat(claimed)
     try:
         with running(current):
-            recovered = options.recover(claimed) if options.recover is not None and claimed.taken_over else None
+            recovered = None
+            if options.recover is not None and claimed.taken_over:
+                recovered = exchange.app.ensure_sync(options.recover)(claimed)
             returned = view() if recovered is None else recovered
-    except HoldForReview:
-        recorder.hold_for_review()
-        exchange.answer = _answer_held(state, claimed)
-        return exchange.answer
     except Exception as error:
+        if (answer := _answer_to(state, recorder, claimed, error)) is not None:
+            exchange.answer = answer
+            return answer
         recorder.failure = error
         raise  # the application's error handlers make the response
     exchange.view_returned()
+    if isinstance(returned, StoredResponse) and returned.omitted:  # retries get the same refusal
+        recorder.effect_found(Ending("complete", returned))
+        exchange.answer = _answer(state, returned)
     return returned
 
 
-def _answer_held(state: State, claimed: Reservation) -> Response:
-    return _refuse(state, state.settings.contract.in_progress(max(claimed.lease.expires_at - time.monotonic(), 0.0)))
+def _answer_to(state: State, recorder: ResponseRecorder, claimed: Reservation, error: BaseException) -> Response | None:
+    """Settle the row for an error that has an answer of its own, and return it; None if the application makes one."""
+    contract = state.settings.contract
+    if isinstance(error, HoldForReview):
+        recorder.hold_for_review()
+        return _refuse(state, contract.in_progress(max(claimed.lease.expires_at - time.monotonic(), 0.0)))
+    if (found := of_effect(error, claimed)) is not None:
+        recorder.effect_found(found)
+        return _answer(state, contract.answer_effect(found))
+    return None
 
 
 def _claim(state: State, options: Options, exchange: Exchange, header: str | None) -> Reservation | Response | None:
@@ -233,10 +260,8 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
     match outcome:
         case Reservation():
             return outcome
-        case Replay() if outcome.response.omitted:
-            return refuse(contract.not_stored(outcome.response))
         case Replay():
-            return _replay(outcome.response)
+            return _replay(state, outcome.response)
         case InProgress():
             return refuse(contract.lost_race() if outcome.stale else contract.in_progress(outcome.retry_after))
         case Reused():
@@ -341,12 +366,18 @@ def _wsgi_name(header: str) -> str:
 # Refusals and replays
 
 
-def _replay(stored: StoredResponse) -> Response:
+def _replay(state: State, stored: StoredResponse) -> Response:
     """Return a stored response without headers that must not be replayed; a worker or person may have stored them."""
-    names = storable_names(name for name, _ in stored.headers)
-    response = _respond(stored, filter_headers(stored.headers, names))
-    response.headers["Idempotent-Replayed"] = "true"
+    response = _answer(state, stored)
+    if not stored.omitted:
+        response.headers["Idempotent-Replayed"] = "true"
     return response
+
+
+def _answer(state: State, response: StoredResponse) -> Response:
+    """Return a response of the contract, or one that a view has returned as a `StoredResponse`."""
+    answer = response if isinstance(response, Refusal) else state.settings.contract.answer(response)
+    return _refuse(state, answer) if isinstance(answer, Refusal) else _respond(answer, answer.headers)
 
 
 def _refuse(state: State, refusal: Refusal) -> Response:

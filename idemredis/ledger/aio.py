@@ -19,8 +19,8 @@ from ..core.operations import Call
 from ..core.outcomes import InProgress, Replay, Reused, Row
 from ..core.reservation import AsyncReservation, Reservation
 from ..core.response import StoredResponse
-from ..core.settle import Ending, OnError, settle
-from ..errors import FencedOut
+from ..core.settle import Ending, OnError, of_effect, settle
+from ..errors import EffectDone, FencedOut
 from ..inspection import SAMPLE
 from ..store import clients
 from ..store.clients import AsyncClient
@@ -368,7 +368,11 @@ class AsyncLedger(BaseLedger[AsyncClient]):
                     if not r.lease.fenced or (done := await self._drive(flows.look_again(r))) is None:
                         raise
                     return once.value_of(done)  # type: ignore[no-any-return]
-                return value  # type: ignore[no-any-return]
+                except EffectDone as found:
+                    if of_effect(found, r) is None:  # of another row
+                        raise
+                    return once.result_of(found.response)  # type: ignore[no-any-return]
+                return once.returned(value)  # type: ignore[no-any-return]
 
             return run
 
@@ -424,7 +428,7 @@ class AsyncLedger(BaseLedger[AsyncClient]):
             await self.start_heartbeat(r)
             yield cast(AsyncReservation, r)
         except BaseException as error:
-            await self.settle(r, after_error(error, on_error))
+            await self.settle(r, after_error(error, on_error, r))
             raise
         await self.settle(r, completed(r))
         flows.raise_if_fenced(r)

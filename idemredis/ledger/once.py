@@ -17,7 +17,7 @@ from ..core.fingerprint import fingerprint_value
 from ..core.outcomes import Replay
 from ..core.reservation import Reservation
 from ..core.response import StoredResponse
-from ..core.settle import ON_ERROR, Ending, OnError, of_error
+from ..core.settle import ON_ERROR, Ending, OnError, of_effect, of_error
 from ..errors import AlreadyCompleted, ConfigurationError, PreviousAttemptFailed
 from ..policy import Policy, check_lease, check_seconds
 
@@ -95,7 +95,9 @@ class Once:
         )
 
     def response(self, value: object) -> StoredResponse:
-        """Return what to store for a result."""
+        """Return what to store for a result; a `StoredResponse` is stored as it is."""
+        if isinstance(value, StoredResponse):
+            return value
         encode, _ = self._hooks
         return json_response(value, encode, self._name)
 
@@ -108,10 +110,29 @@ class Once:
         """
         if done.failed:
             raise PreviousAttemptFailed(done.response)
-        if done.response.omitted:
-            raise AlreadyCompleted(done.response)
+        return self.result_of(done.response)
+
+    def result_of(self, response: StoredResponse) -> Any:
+        """Return the result that a response stands for: its JSON decoded, or else the response itself.
+
+        Raises:
+            AlreadyCompleted: the result was not stored.
+        """
+        if response.omitted:
+            raise AlreadyCompleted(response)
         _, decode = self._hooks
-        return decode(json.loads(done.response.body))
+        if decode is _same_response or not _is_json(response):
+            return response
+        return decode(json.loads(response.body))
+
+    def returned(self, value: object) -> Any:
+        """Return what the caller gets for a result of the function or of `recover`.
+
+        A `StoredResponse` is what a duplicate call gets from the row, so that all callers agree.
+        """
+        if isinstance(value, StoredResponse) and not value.omitted:
+            return self.result_of(value)
+        return value
 
     def _of_arguments(self, bound: BoundArguments) -> str:
         arguments = dict(bound.arguments)
@@ -133,6 +154,8 @@ class Once:
                 kind = typing.get_type_hints(self._function).get("return")
             except Exception:  # the annotation cannot be evaluated, so the result is treated as plain JSON
                 kind = None
+            if kind is StoredResponse:
+                return _unchanged, _same_response
             if isinstance(kind, type) and hasattr(kind, "model_dump") and hasattr(kind, "model_validate"):
                 return _verified(lambda value: value.model_dump(mode="json"), kind.model_validate)
             if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -145,8 +168,10 @@ def completed(r: Reservation) -> Ending:
     return Ending("complete", r.response or json_response(r.result))
 
 
-def after_error(error: BaseException, on_error: OnError) -> Ending:
+def after_error(error: BaseException, on_error: OnError, r: Reservation) -> Ending:
     """Return the ending of a block that raised; a stored failure has the error's type and message."""
+    if (ending := of_effect(error, r)) is not None:
+        return ending
     how = of_error(error, on_error)
     if how != "store":
         return Ending(how)
@@ -182,6 +207,23 @@ def _verified(
 
 def _unchanged(value: object) -> object:
     return value
+
+
+def _same_response(value: object) -> object:
+    """Mark a function whose result is a `StoredResponse`, by its annotation; there is nothing to decode."""
+    return value
+
+
+def _is_json(response: StoredResponse) -> bool:
+    """Return True if the body is JSON; one without a type is JSON if it can be read as such."""
+    kind = next((value.lower() for name, value in response.headers if name.lower() == "content-type"), "json")
+    if "json" not in kind:
+        return False
+    try:
+        json.loads(response.body)
+    except ValueError:
+        return False
+    return True
 
 
 def _value_getter(option: object, function: inspect.Signature) -> Callable[[BoundArguments], object]:

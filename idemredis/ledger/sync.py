@@ -16,8 +16,8 @@ from ..core.operations import Call
 from ..core.outcomes import Outcome, Replay, Row
 from ..core.reservation import Reservation
 from ..core.response import StoredResponse
-from ..core.settle import Ending, OnError, settle
-from ..errors import FencedOut, IdempotencyError
+from ..core.settle import Ending, OnError, of_effect, settle
+from ..errors import EffectDone, FencedOut, IdempotencyError
 from ..inspection import SAMPLE
 from ..store import clients
 from ..store.clients import Client
@@ -335,7 +335,11 @@ class Ledger(BaseLedger[Client]):
                     if not r.lease.fenced or (done := self._drive(flows.look_again(r))) is None:
                         raise
                     return once.value_of(done)  # type: ignore[no-any-return]
-                return value  # type: ignore[no-any-return]
+                except EffectDone as found:
+                    if of_effect(found, r) is None:  # of another row
+                        raise
+                    return once.result_of(found.response)  # type: ignore[no-any-return]
+                return once.returned(value)  # type: ignore[no-any-return]
 
             return run
 
@@ -390,7 +394,7 @@ class Ledger(BaseLedger[Client]):
             self.start_heartbeat(r)
             yield r
         except BaseException as error:
-            self.settle(r, after_error(error, on_error))
+            self.settle(r, after_error(error, on_error, r))
             raise
         self.settle(r, completed(r))
         flows.raise_if_fenced(r)

@@ -1,4 +1,8 @@
-"""The `ACL SETUSER` lines, which allow each kind of user exactly what it needs."""
+"""The `ACL SETUSER` lines, which allow each kind of user exactly what it needs.
+
+No user may read the server's configuration: CONFIG GET shows `requirepass` and `masterauth`, and who has those has the
+server.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +42,6 @@ _VIEWER = (
     "pttl",
     "hgetall",
     "memory|usage",
-    "config|get",
     "client|setinfo",
     "client|id",
     "client|tracking",
@@ -46,7 +49,11 @@ _VIEWER = (
     "unsubscribe",
     "cluster|slots",
 )
-"""Read-only: a script may call only what its user may. HGETALL is for redis-cli."""
+"""Read-only: a script may call only what its user may. HGETALL is for redis-cli.
+
+SCAN and CLIENT TRACKING show the names of other programs' keys, but not their values: servers check key patterns only
+for commands that name keys.
+"""
 
 _OPERATOR = (*_VIEWER, "hset", "pexpire", "del", "watch", "unwatch", "multi", "exec")
 
@@ -74,7 +81,9 @@ class User(NamedTuple):
         return f"ACL SETUSER idemredis-{self.role} on '>{password}' {' '.join(map(_quoted, self.rules))}"
 
 
-def users(namespace: str, cluster: bool = False, setinfo: bool = True) -> list[User]:
+def users(
+    namespace: str, cluster: bool = False, setinfo: bool = True, database: int = 0, client_name: str | None = None
+) -> list[User]:
     """Return the users for one namespace.
 
     Only the app may publish on the namespace's channel, and only viewer and operator may subscribe to it.
@@ -83,13 +92,15 @@ def users(namespace: str, cluster: bool = False, setinfo: bool = True) -> list[U
         namespace: first part of the rows' names.
         cluster: add the commands that a cluster client needs.
         setinfo: False for Redis before 7.2, which rejects a line that names CLIENT SETINFO.
+        database: number of the clients' database; any but 0 needs SELECT, which then allows every database.
+        client_name: the clients' name, if they have one; it needs CLIENT SETNAME.
     """
+    connecting = (*(("select",) if database else ()), *(("client|setname",) if client_name else ()))
     made = []
     for role in ROLES:
         channels = [channel(namespace)] if role == "app" else [channel(namespace), "__redis__:invalidate"]
-        commands = dict.fromkeys(
-            (*_COMMANDS[role], *(("publish",) if role == "app" else ()), *(_CLUSTER if cluster else ()))
-        )
+        publishing = ("publish",) if role == "app" else ()
+        commands = dict.fromkeys((*_COMMANDS[role], *publishing, *connecting, *(_CLUSTER if cluster else ())))
         if not setinfo:
             del commands["client|setinfo"]
         rules = (

@@ -20,7 +20,7 @@ from ..errors import IdempotencyError, LedgerUnavailable
 from ..inspection import doctor, rows
 from ..inspection.rows import STATUSES, RowSummary
 from ..ledger import Ledger
-from ..store.clients import is_cluster
+from ..store.clients import client, is_cluster, options
 from ..store.errors import is_refusal
 from ..store.nodes import ask, connect, primaries
 from . import acl as acl_lines
@@ -74,6 +74,11 @@ class Session:
     def ledger(self) -> Ledger:
         """The ledger."""
         return Ledger(connect(self._url, self._timeout), namespace=self.namespace)
+
+    @property
+    def client_options(self) -> dict[str, Any]:
+        """What the client's connections are made of; known even if no server can be reached."""
+        return options(self.ledger.client if "ledger" in self.__dict__ else client(self._url, self._timeout))
 
     def close(self) -> None:
         """Close the connections that this session opened."""
@@ -294,7 +299,8 @@ def scripts(session: Session, as_json: bool, name: str) -> None:
 def acl(session: Session, as_json: bool, cluster: bool) -> None:
     """Print the ACL SETUSER lines for each user.
 
-    The users are the application, people who view rows, and people who also change them.
+    The users are the application, people who view rows, and people who also change them. Pass the application's URL:
+    a database other than 0 and a client_name need rules of their own.
     """
     try:
         info = ask(primaries(session.ledger.client)[0], "INFO")
@@ -303,7 +309,10 @@ def acl(session: Session, as_json: bool, cluster: bool) -> None:
     except LedgerUnavailable:
         setinfo = True
         click.echo("idemredis: no server reachable; these lines are for Valkey, and Redis 7.2 or later", err=True)
-    users = acl_lines.users(session.namespace, cluster, setinfo)
+    made_of = session.client_options
+    users = acl_lines.users(
+        session.namespace, cluster, setinfo, int(made_of.get("db") or 0), made_of.get("client_name")
+    )
     if as_json:
         print_json([{"role": user.role, "for": user.what_for, "line": user.line()} for user in users])
         return

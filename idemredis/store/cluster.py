@@ -16,8 +16,8 @@ from redis.exceptions import AskError, MovedError, ResponseError
 
 from . import clients
 from .deadline import run_by
-from .errors import ERRORS, leaves_unknown
-from .wire import AsyncWire, Trip, Wire, closed, encode
+from .errors import ERRORS, closed, leaves_unknown
+from .wire import AsyncWire, Trip, Wire, encode
 
 __all__ = ["AsyncRouted", "Routed", "redirection", "wire"]
 

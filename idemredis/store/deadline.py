@@ -20,6 +20,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from .errors import CLOSED, closed
+
 __all__ = ["TICK", "bound", "connect_by", "overdue", "run_by"]
 
 TICK = 0.1
@@ -163,6 +165,7 @@ class _Bounded:
 
     _connecting: _Attempt | None = None
     _is_up = False
+    _closures = 0
 
     def connect(self) -> None:
         if self._is_up:
@@ -195,15 +198,21 @@ class _Bounded:
 
     def disconnect(self, *args: Any, **kwargs: Any) -> None:
         self._is_up = False
+        self._closures += 1
         super().disconnect(*args, **kwargs)  # type: ignore[misc]
 
     def _connect_once(self, until: float) -> None:
         this: Any = self
         kept = this.retry, this.socket_connect_timeout
+        closures = self._closures
         this.retry = _ONCE
         this.socket_connect_timeout = min(kept[1] or until, max(until - time.monotonic(), TICK))
         try:
             super().connect()  # type: ignore[misc]
+        except CLOSED as error:
+            if self._closures == closures:
+                raise
+            raise closed(error) from error
         finally:
             this.retry, this.socket_connect_timeout = kept
 

@@ -23,11 +23,13 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from ..errors import CorruptRow, IdempotencyError, LedgerUnavailable
 
 __all__ = [
+    "CLOSED",
     "ERRORS",
     "OutOfStep",
     "PoolExhausted",
     "WatchError",
     "capture_error",
+    "closed",
     "is_denied",
     "is_refusal",
     "is_wrong_password",
@@ -39,6 +41,9 @@ __all__ = [
 
 ERRORS = (RedisError, RedisClusterException, OSError)
 """What a call may raise because of the server or the way to it."""
+
+CLOSED = (AttributeError, ValueError)
+"""What redis-py raises where another thread or task has closed its connection in the middle of a call."""
 
 _NEVER_SENT = (MaxConnectionsError, AuthenticationError, AuthorizationError)
 
@@ -63,6 +68,11 @@ _REASONS: Mapping[str, tuple[type[Exception], ...]] = {
 
 _DENIED = ("NOPERM", "permissions", "can't run this command")
 """In what servers say of a command that an ACL denies. Of one in a script redis-py makes a plain ResponseError."""
+
+
+def closed(error: Exception) -> RedisConnectionError:
+    """Return the error for a connection that redis-py finds gone: another task or thread saw it fail and closed it."""
+    return RedisConnectionError(f"the connection was closed meanwhile: {error}")
 
 
 def note_unsent(error: BaseException) -> None:

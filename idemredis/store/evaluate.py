@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Generator, Mapping, Sequence
 from functools import cache
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, TypeAlias
 
 from redis.exceptions import NoScriptError
@@ -20,7 +20,7 @@ from ..core.scripts import Script, load
 from ..errors import IdempotencyError, LedgerUnavailable
 from ..policy import Policy
 from .cluster import AsyncRouted, Routed
-from .errors import ERRORS, OutOfStep, map_error, was_redirected
+from .errors import ERRORS, OutOfStep, capture_error, map_error, was_redirected
 from .wire import AsyncWire, Trip, Wire, bulk, encode
 
 __all__ = ["encode_call", "evaluate", "evaluate_async", "evaluate_call", "evaluate_call_async", "evaluation", "raised"]
@@ -33,16 +33,21 @@ _SIZES = [f"\r\n${size}\r\n" for size in range(1024)]
 """What stands before a word of each size, and ends the word before. Made once, since formatting a number is slow."""
 
 
-def evaluation(call: Call[Any], scripts: Scripts, policy: Policy | None, until: float) -> Steps:
+def evaluation(call: Call[Any], scripts: Scripts, until: float, replicas: int = 0, wait: bytes = b"") -> Steps:
     """Yield the round trips that run a script, and return its outcome, or the error of ours that it comes to.
 
     A call whose connection was out of step is sent again, on another one: each script has the same effect twice.
+
+    Args:
+        call: the call.
+        scripts: the scripts by name; by default those of the package.
+        until: when it is no longer sent again, by the local monotonic clock.
+        replicas: how many must acknowledge it.
+        wait: the WAIT for them, encoded; sent after the script.
     """
     script = (load() if scripts is None else scripts)[call.script]
     tokens: list[bytes | None] = [call.token.encode()]
-    replicas, wait = 0, b""
-    if policy is not None and policy.min_replicas and call.durable:
-        replicas, wait = policy.min_replicas, _wait(policy)
+    if replicas:
         tokens.append(None)
     by_text = False
     while True:
@@ -60,19 +65,20 @@ def evaluation(call: Call[Any], scripts: Scripts, policy: Policy | None, until: 
                     continue
                 raise map_error(reply, time.monotonic() - sent)
             outcome = call.decode(reply, sent)  # its token was compared while the connection was in hand
-            if replicas:
-                if isinstance(replies[1], Exception):  # WAIT is refused, but the script has run
-                    raise map_error(replies[1], time.monotonic() - sent, unknown=True)
-                return operations.acknowledged(outcome, replies[1], replicas)
-            return outcome
+            return _acknowledged(outcome, replies[1], replicas, sent) if replicas else outcome
         except IdempotencyError as error:
             return error
 
 
-def _together(evaluations: Sequence[Steps]) -> Steps:
-    """Run several at once: what they send next goes out in one round trip. Return the outcome of each."""
-    outcomes: list[Any] = [None] * len(evaluations)
-    replies: dict[int, Any] = dict.fromkeys(range(len(evaluations)))  # sending None starts a generator
+def _together(calls: Sequence[Call[Any]], scripts: Scripts, policy: Policy | None, until: float) -> Steps:
+    """Run several at once: what they send next goes out in one round trip. Return the outcome of each.
+
+    There is one WAIT in a trip, after all scripts: it waits for everything that the connection wrote.
+    """
+    evaluations = [evaluation(call, scripts, until) for call in calls]
+    outcomes: list[Any] = [None] * len(calls)
+    replies: dict[int, Any] = dict.fromkeys(range(len(calls)))  # sending None starts a generator
+    replicas, wait, by_replicas, sent = 0, b"", None, 0.0
     while True:
         trips = {}
         for i, reply in replies.items():
@@ -80,15 +86,36 @@ def _together(evaluations: Sequence[Steps]) -> Steps:
                 trips[i] = evaluations[i].send(reply)
             except StopIteration as end:
                 outcomes[i] = end.value
+                if replicas and calls[i].durable and not isinstance(end.value, IdempotencyError):
+                    outcomes[i] = capture_error(_acknowledged, end.value, by_replicas, replicas, sent)
         if not trips:
             return outcomes
-        rows, packed, tokens = zip(*trips.values(), strict=True)
-        found = yield rows[0], b"".join(packed), list(chain.from_iterable(tokens))
-        rest = iter(()) if isinstance(found, Exception) else iter(found)
-        replies = {
-            i: found if isinstance(found, Exception) else list(islice(rest, len(of_call)))
-            for i, (_, _, of_call) in trips.items()
-        }
+        rows, packed, of_calls = zip(*trips.values(), strict=True)
+        tokens = list(chain.from_iterable(of_calls))
+        replicas, wait = _replicas(policy, any(calls[i].durable for i in trips))
+        if replicas:
+            tokens.append(None)
+        sent = time.monotonic()
+        found = yield rows[0], b"".join((*packed, wait)), tokens
+        if isinstance(found, Exception):
+            replies = dict.fromkeys(trips, found)
+        else:
+            by_replicas = found[-1]
+            replies = {i: [reply] for i, reply in zip(trips, found, strict=False)}
+
+
+def _replicas(policy: Policy | None, durable: bool) -> tuple[int, bytes]:
+    """Return how many replicas must acknowledge what is sent, and the WAIT for them."""
+    if policy is None or not policy.min_replicas or not durable:
+        return 0, b""
+    milliseconds = operations.milliseconds(policy.replica_timeout)
+    return policy.min_replicas, encode([("WAIT", policy.min_replicas, milliseconds)])
+
+
+def _acknowledged(outcome: Any, by_replicas: Any, replicas: int, sent: float) -> Any:
+    if isinstance(by_replicas, Exception):  # WAIT is refused, but the script has run
+        raise map_error(by_replicas, time.monotonic() - sent, unknown=True)
+    return operations.acknowledged(outcome, by_replicas, replicas)
 
 
 def encode_call(script: Script, call: Call[Any], by_text: bool = False) -> bytes:
@@ -115,14 +142,10 @@ def _head(script: str, by_text: bool, arguments: int) -> str:
     return f"*{len(words) + 1 + arguments}\r\n{b''.join(words).decode('latin-1')}".removesuffix("\r\n")
 
 
-def _wait(policy: Policy) -> bytes:
-    return encode([("WAIT", policy.min_replicas, operations.milliseconds(policy.replica_timeout))])
-
-
 def evaluate_call(wire: Wire | Routed, call: Call[Any], scripts: Scripts = None, policy: Policy | None = None) -> Any:
     """Run a script and return its outcome: in one round trip, or in two where the server has not seen it."""
     until = time.monotonic() + wire.timeout
-    return _run(wire, evaluation(call, scripts, policy, until), until)
+    return _run(wire, evaluation(call, scripts, until, *_replicas(policy, call.durable)), until)
 
 
 def evaluate(
@@ -132,8 +155,7 @@ def evaluate(
     if isinstance(wire, Routed) and len(calls) > 1:
         return _evaluate_by_node(wire, calls, scripts, policy)
     until = time.monotonic() + wire.timeout
-    steps = _together([evaluation(call, scripts, policy, until) for call in calls])
-    return _run(wire, steps, until)  # type: ignore[no-any-return]  # a list, as `_together` says
+    return _run(wire, _together(calls, scripts, policy, until), until)  # type: ignore[no-any-return]  # a list, as `_together` says
 
 
 async def evaluate_call_async(
@@ -141,7 +163,7 @@ async def evaluate_call_async(
 ) -> Any:
     """Run a script over an asyncio client, as `evaluate_call` does."""
     until = time.monotonic() + wire.timeout
-    return await _run_async(wire, evaluation(call, scripts, policy, until), until)
+    return await _run_async(wire, evaluation(call, scripts, until, *_replicas(policy, call.durable)), until)
 
 
 async def evaluate_async(
@@ -154,8 +176,7 @@ async def evaluate_async(
     if isinstance(wire, AsyncRouted):
         return list(await asyncio.gather(*(evaluate_call_async(wire, call, scripts, policy) for call in calls)))
     until = time.monotonic() + wire.timeout
-    steps = _together([evaluation(call, scripts, policy, until) for call in calls])
-    return await _run_async(wire, steps, until)  # type: ignore[no-any-return]
+    return await _run_async(wire, _together(calls, scripts, policy, until), until)  # type: ignore[no-any-return]
 
 
 def _run(wire: Wire | Routed, steps: Steps, until: float) -> Any:

@@ -19,9 +19,9 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from . import clients
 from .deadline import TICK, bound, connect_by, overdue
-from .errors import ERRORS, OutOfStep, PoolExhausted, note_unsent
+from .errors import CLOSED, ERRORS, OutOfStep, PoolExhausted, closed, note_unsent
 
-__all__ = ["AsyncWire", "Trip", "Wire", "Words", "bulk", "closed", "encode"]
+__all__ = ["AsyncWire", "Trip", "Wire", "Words", "bulk", "encode"]
 
 Words: TypeAlias = Sequence[str | bytes | int]
 """A command and its arguments."""
@@ -29,9 +29,6 @@ Words: TypeAlias = Sequence[str | bytes | int]
 Trip: TypeAlias = tuple[str, bytes, Sequence[bytes | None]]
 """What one round trip asks: which row it is about ("" for none), its commands, encoded, and for each command what its
 reply repeats in its second place, unless it is an error; None for one that repeats nothing."""
-
-_CLOSED = (AttributeError, ValueError)
-"""What redis-py raises where its connection was closed by somebody else in the middle of a call."""
 
 FULL_POOL_GAP = 0.005
 """Seconds between two looks at a full pool. Calls take 0.1 ms, so a connection is free soon, or the server hangs."""
@@ -92,7 +89,7 @@ class Wire:
                 connection.disconnect()
                 if not overdue.remove(connection) and isinstance(error, Exception):
                     raise RedisTimeoutError(f"Timeout reading from {clients.address(self.client)}") from error
-                if isinstance(error, _CLOSED):
+                if isinstance(error, CLOSED):
                     raise closed(error) from error
                 raise
             if not overdue.remove(connection):
@@ -153,7 +150,7 @@ class AsyncWire:
                     _verify(replies, await _read_async(connection), nonce.encode())
             except BaseException as error:
                 await connection.disconnect(nowait=True)
-                if isinstance(error, _CLOSED):
+                if isinstance(error, CLOSED):
                     raise closed(error) from error
                 raise
         finally:
@@ -191,11 +188,6 @@ class AsyncWire:
             await self.client.connection_pool.release(connection)
         else:
             self.client.release(connection)
-
-
-def closed(error: Exception) -> RedisConnectionError:
-    """Return the error for a connection that redis-py finds gone: another task or thread saw it fail and closed it."""
-    return RedisConnectionError(f"the connection was closed meanwhile: {error}")
 
 
 def _exhausted(pool: Any) -> PoolExhausted:

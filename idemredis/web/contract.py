@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ..core.keys import valid_key
-from ..core.response import StoredResponse
+from ..core.response import StoredResponse, filter_headers, storable_names
+from ..core.settle import Ending
 from ..errors import InvalidKey
 
 __all__ = ["REFUSALS", "SAFE_METHODS", "Contract", "Protocol", "Refusal", "parse_key"]
@@ -138,6 +139,20 @@ class Contract:
             f"its response was not stored ({original.omitted})",
             original_status=original.status,
         )
+
+    def answer(self, response: StoredResponse) -> StoredResponse:
+        """Return what a client gets for a response that was stored, recorded, or returned as a `StoredResponse`.
+
+        It lacks the headers that are meant for one delivery; the body of a tombstone is refused.
+        """
+        if response.omitted:
+            return self.not_stored(response)
+        names = storable_names(name for name, _ in response.headers)
+        return StoredResponse(response.status, filter_headers(response.headers, names), response.body)
+
+    def answer_effect(self, ending: Ending) -> StoredResponse:
+        """Return what a client gets where `of_effect` has an ending: the effect's response, or the key is reused."""
+        return self.key_reused() if ending.response is None else self.answer(ending.response)
 
     def refuse(self, code: str, message: str, *, retry_after: float | None = None, **facts: int) -> Refusal:
         """Return the response for one of `REFUSALS`, with `facts` as further members of its body."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ..core.reservation import Choice, Reservation, allow, freeze
 from ..core.response import NULL_BODY_STATUSES, Omission, StoredResponse, filter_headers
-from ..core.settle import Ending, OnError, of_error, of_status
+from ..core.settle import Ending, OnError, of_effect, of_error, of_status
 from ..errors import HoldForReview, InvalidResponse
 
 __all__ = ["ResponseRecorder"]
@@ -115,6 +115,19 @@ class ResponseRecorder:
 
     # The decision
 
+    def effect_found(self, ending: Ending) -> None:
+        """Settle the row now, as `of_effect` says: the effect was committed before, whatever happens to the request."""
+        response = ending.response
+        if response is None:
+            self._settle_by(ending)
+            return
+        if response.omitted:
+            self.record_omitted(response.status, response.headers, response.omitted)
+        else:
+            self.record(response.status, response.headers, response.body)
+        assert self._content is not None
+        self._settle_by(_stored(self._content))
+
     def hold_for_review(self) -> None:
         """Leave the row pending and emit `held_for_review`, whatever else happens to the request."""
         self._settle_by(Ending("review"))
@@ -183,6 +196,9 @@ class ResponseRecorder:
         content = self._content
         if error is None and content is None:
             error = self.failure
+        if error is not None and (found := of_effect(error, self.reservation)) is not None:
+            self.effect_found(found)
+            return
         if error is not None or content is None:
             self._settle_by(self._after_error(error))
             return

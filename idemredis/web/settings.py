@@ -128,11 +128,15 @@ class Settings:
                 f"remove it from {values['REPLAY_HEADERS']!r}"
             )
         _check_url(values["URL"])
+        policy = _policy(values)
+        for name, used, fix in _IGNORED:
+            if values[name] != DEFAULTS[name] and not used(values):
+                raise ConfigurationError(f"{PREFIX}{name} would be ignored: {fix}, or remove it")
         return cls(
             url=values["URL"],
             mode=values["MODE"],
             namespace=values["NAMESPACE"],
-            policy=_policy(values),
+            policy=policy,
             contract=Contract(_protocol(values["PROTOCOL"]), values["DOCS_URL"], values["RETRY_AFTER_SECONDS"]),
             methods=frozenset(values["METHODS"]),
             required=values["REQUIRED"],
@@ -251,3 +255,17 @@ _CHECKS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "SOCKET_TIMEOUT_SECONDS": (_is_seconds, "a number of seconds above 0"),
     "LOG_KEYS": (_is_bool, "True or False"),
 }
+
+_IGNORED: tuple[tuple[str, Callable[[Mapping[str, Any]], bool], str], ...] = (
+    (
+        "DOCS_URL",
+        lambda values: values["PROTOCOL"] == "ietf",
+        f'refusals link to it only under "ietf"; set {PREFIX}PROTOCOL to "ietf"',
+    ),
+    (
+        "REPLICA_TIMEOUT_SECONDS",
+        lambda values: values["MIN_REPLICAS"] > 0,
+        f"no replica is waited for; set {PREFIX}MIN_REPLICAS to 1 or more",
+    ),
+)
+"""Settings that have an effect only with another one: the name, whether it has one, and the fix."""

@@ -1,4 +1,4 @@
-"""gunicorn's workers, killed at every point, timed out, told to end; and clients that hang up."""
+"""Workers of gunicorn and other servers, killed at every point, timed out, told to end; and clients that hang up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def make_service(valkey_server: Server, namespace: str) -> Iterator[MakeService]
 
     def make(worker: str, **settings: Any) -> Served:
         settings.setdefault("lease", LEASE)
-        made.append(Served(f"gunicorn-{worker}", valkey_server.url, namespace, **settings))
+        kind = f"gunicorn-{worker}" if worker in WORKERS else worker
+        made.append(Served(kind, valkey_server.url, namespace, **settings))
         return made[-1]
 
     yield make
@@ -72,6 +73,31 @@ def test_a_worker_killed_anywhere_is_taken_over_after_its_lease_and_never_before
         answer = answered(service, where)
         assert (answer.status, answer.json["generation"], service.notes(where)) == (201, 2, noted)
         assert service.post(where).headers["idempotent-replayed"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("worker", "settings"),
+    [
+        *((worker, {"preload": True}) for worker in WORKERS),
+        ("waitress", {}),
+        ("uwsgi", {"enable_threads": False}),
+        ("uwsgi", {"enable_threads": True}),
+    ],
+    ids=["sync preload", "gthread preload", "gevent preload", "waitress", "uwsgi", "uwsgi enable-threads"],
+)
+def test_a_view_whose_process_is_killed_is_taken_over_after_its_lease_behind_every_server(
+    worker: str, settings: dict[str, Any], make_service: MakeService, clock: TurnedClock
+) -> None:
+    service = make_service(worker, lease=LONG, **settings)
+    key = "in-the-view"
+    assert service.post(key).status == 0
+    service.revive()
+    assert answered(service, key).error == "idempotency_key_in_progress"
+    clock.turn(LONG)
+    answer = answered(service, key)
+    assert (answer.status, answer.json["generation"]) == (201, 2)
+    assert service.notes(key) == ["begun", "died in-the-view", "begun", "done"]
+    assert service.post(key).headers["idempotent-replayed"] == "true"
 
 
 @pytest.mark.parametrize("worker", WORKERS)

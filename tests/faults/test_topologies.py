@@ -247,7 +247,7 @@ class Sentinels:
 
 
 def _sees_all(admin: Any) -> bool:
-    state = admin.sentinel_master("idem")
+    state = admin.sentinel_masters()["idem"]
     return int(state["num-slaves"]) == 2 and int(state["num-other-sentinels"]) == 2
 
 

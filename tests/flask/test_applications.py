@@ -145,3 +145,55 @@ def test_a_protected_view_of_an_application_without_setup_does_not_run(caplog: p
     assert app.test_client().post("/", headers=KEY).status_code == 500
     assert "call Idempotency.init_app(app) first" in caplog.text
     assert runs == []
+
+
+SPECIFICATION = {
+    "openapi": "3.0.0",
+    "info": {"title": "shop", "version": "1"},
+    "paths": {
+        "/charges": {
+            "post": {
+                "operationId": "charge",
+                "requestBody": {
+                    "content": {
+                        "application/json": {
+                            "schema": {"type": "object", "properties": {"amount": {"type": "integer"}}},
+                        }
+                    }
+                },
+                "responses": {"201": {"description": "made"}},
+            }
+        }
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_connexion_serves_protected_views_although_it_takes_the_application_before_the_extension_is_set_up(
+    make_site: MakeSite,
+) -> None:
+    connexion = pytest.importorskip("connexion")
+    outer = connexion.FlaskApp("shop")
+    site = make_site(app=outer.app)
+
+    @site.idempotency.protect
+    def charge(body: dict[str, Any]) -> Any:
+        site.runs.append(current_reservation.key)
+        return {"id": len(site.runs), "amount": body["amount"]}, 201
+
+    outer.add_api(SPECIFICATION, resolver=connexion.Resolver(lambda name: charge))
+
+    def send(key: str | None = "k1", **body: Any) -> Any:
+        return client.post("/charges", json=body, headers={} if key is None else {"Idempotency-Key": key})
+
+    with outer.test_client() as client:
+        first, again = send(amount=5), send(amount=5)
+        assert (first.status_code, again.status_code, first.json()) == (201, 201, {"id": 1, "amount": 5})
+        assert (again.content, again.headers["idempotent-replayed"]) == (first.content, "true")
+        reused, missing = send(amount=6), send(None, amount=5)
+        assert (reused.status_code, reused.json()["error"]) == (409, "idempotency_key_reused")
+        assert (missing.status_code, missing.json()["error"]) == (400, "idempotency_key_required")
+        assert send("wrong", amount="five").status_code == 400  # by Connexion, which asks before the view
+        big = [send("big", amount=7, note="x" * 400_000) for _ in range(2)]
+        assert [answer.json() for answer in big] == [{"id": 2, "amount": 7}] * 2
+    assert (site.runs, len(site.rows())) == (["k1", "big"], 2)

@@ -7,11 +7,13 @@ import http.client
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
 from idemredis import fingerprint_request
 from tests.support.served import KINDS, PRINCIPAL
+from tests.support.served import __file__ as of_served
 from tests.support.servers import Server
 from tests.support.serving import Served
 from tests.support.started import Servers
@@ -113,6 +115,16 @@ def test_a_body_of_a_megabyte_hashes_alike_chunked_and_plain(
     assert served.runs() == ["k1", "k2"]
 
 
+def test_uwsgi_alone_has_chunked_bodies_refused_and_nothing_claimed(
+    served_by: Callable[[str], Served], valkey_server: Server
+) -> None:
+    served = served_by("uwsgi-bare")
+    answer = served.exchange(_head(Transfer_Encoding="chunked"), _chunks(b"abc", 2))
+    assert (answer.status, answer.error) == (411, "idempotency_length_required")
+    assert (served.runs(), _rows(valkey_server)) == ([], 0)
+    assert served.exchange(_head(Content_Length="3"), b"abc").status == 201
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_upload_that_a_client_breaks_off_runs_and_claims_nothing(
@@ -144,7 +156,7 @@ def test_an_upload_of_50_mb_arrives_whole_and_costs_no_memory_in_proportion(
     assert answer["peak_kib"] - before < 12 * 1024
 
 
-@pytest.mark.parametrize("kind", ["werkzeug", "gevent"])
+@pytest.mark.parametrize("kind", ["werkzeug", "gevent", "uwsgi"])
 def test_a_server_that_takes_methods_in_lower_case_runs_no_view_unclaimed(
     kind: str, served_by: Callable[[str], Served], valkey_server: Server
 ) -> None:
@@ -197,6 +209,8 @@ def test_a_first_answer_and_its_replay_are_the_same_behind_every_server(
     assert first.status == again.status == (200 if answer == "file" else 201)
     assert (again.body, again.headers["idempotent-replayed"]) == (first.body, "true")
     assert again.headers["content-type"] == first.headers["content-type"]
+    if answer == "file":
+        assert first.body == Path(of_served).read_bytes()
     assert served.runs() == ["k1"]
 
 
@@ -206,7 +220,8 @@ def test_a_commit_that_fails_in_the_teardown_is_no_success_behind_any_server(
 ) -> None:
     served = served_by(kind)
     head = _head("/answers/uncommitted", Content_Length="0")
-    assert served.exchange(head).status in (0, 500)
+    with suppress(http.client.IncompleteRead):  # uWSGI has sent the head by then
+        assert served.exchange(head).status in (0, 500)
     again = served.exchange(head)
     assert (again.status, again.body, served.runs()) == (201, b"uncommitted", ["k1", "k1"])
 

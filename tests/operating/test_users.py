@@ -35,8 +35,23 @@ class Users:
         return self.place.url.replace("redis://", f"redis://idemredis-{role}:pw-{role}@")
 
     def denied(self) -> list[Any]:
-        """What was refused to any of them, as the servers logged it."""
-        return [entry for node in self.nodes for entry in node.acl_log()]
+        """What was refused to any of them, as the servers logged it; but CONFIG GET, which doctor tries."""
+        logged = [entry for node in self.nodes for entry in node.acl_log()]
+        return [entry for entry in logged if entry["object"] != "config|get"]
+
+    def add(self, lines: list[str]) -> None:
+        """Run the lines on every node, each with a password of its role's."""
+        assert len(lines) == 3
+        for node in self.nodes:
+            node.acl_log_reset()
+            for line in lines:
+                words = shlex.split(line)
+                role = words[2].removeprefix("idemredis-")
+                node.execute_command(*(word.replace("PASSWORD", f"pw-{role}") for word in words))
+
+    def remove(self) -> None:
+        for node in self.nodes:
+            node.acl_deluser("idemredis-app", "idemredis-viewer", "idemredis-operator")
 
     def forgive(self) -> None:
         for node in self.nodes:
@@ -46,17 +61,9 @@ class Users:
 @pytest.fixture
 def users(place: Place, run: Run) -> Iterator[Users]:
     made = Users(place)
-    lines = [line for line in run("acl").out.splitlines() if line.startswith("ACL SETUSER")]
-    assert len(lines) == 3
-    for node in made.nodes:
-        node.acl_log_reset()
-        for line in lines:
-            words = shlex.split(line)
-            role = words[2].removeprefix("idemredis-")
-            node.execute_command(*(word.replace("PASSWORD", f"pw-{role}") for word in words))
+    made.add([line for line in run("acl").out.splitlines() if line.startswith("ACL SETUSER")])
     yield made
-    for node in made.nodes:
-        node.acl_deluser("idemredis-app", "idemredis-viewer", "idemredis-operator")
+    made.remove()
 
 
 def app(users: Users) -> Any:
@@ -147,6 +154,114 @@ def test_nobody_reaches_other_rows_or_commands(users: Users, namespace: str, rol
     client.close()
     assert len(users.denied()) > 0
     users.forgive()
+
+
+SECRET = "the-server-s-own-password"
+
+TAKING_OVER: list[tuple[Any, ...]] = [
+    *(("CONFIG GET", name) for name in ("requirepass", "masterauth", "*", "hash-max-listpack-value")),
+    ("CONFIG SET", "requirepass", "mine"),
+    ("CONFIG SET", "dir", "/tmp"),
+    ("CONFIG RESETSTAT",),
+    ("CONFIG REWRITE",),
+    ("ACL LIST",),
+    ("ACL GETUSER", "default"),
+    ("ACL SETUSER", "mine", "on", "nopass", "+@all", "~*"),
+    ("ACL GENPASS",),
+    ("ACL LOG",),
+    ("CLIENT LIST",),
+    ("CLIENT KILL", "TYPE", "normal"),
+    ("CLIENT PAUSE", 1),
+    ("CLIENT NO-EVICT", "on"),
+    ("MONITOR",),
+    ("SLOWLOG", "GET"),
+    ("LATENCY", "LATEST"),
+    ("MODULE LIST",),
+    ("REPLICAOF", "NO", "ONE"),
+    ("SLAVEOF", "NO", "ONE"),
+    ("SYNC",),
+    ("PSYNC", "?", -1),
+    ("FAILOVER",),
+    ("SAVE",),
+    ("BGREWRITEAOF",),
+    ("SHUTDOWN", "NOSAVE"),
+    ("FLUSHDB",),
+    ("SWAPDB", 0, 1),
+    ("SELECT", 1),
+    ("SCRIPT", "FLUSH"),
+    ("SCRIPT", "KILL"),
+    ("FUNCTION", "LOAD", "#!lua name=x"),
+    ("KEYS", "*"),
+    ("RANDOMKEY",),
+    ("DUMP", "other"),
+    ("GET", "other"),
+    ("MIGRATE", "127.0.0.1", 1, "other", 0, 1),
+    ("PSUBSCRIBE", "*"),
+]
+
+
+@pytest.mark.parametrize("role", ["app", "viewer", "operator"])
+def test_nobody_can_take_the_server_over(users: Users, namespace: str, role: str) -> None:
+    """With CONFIG GET the viewer could read `requirepass`, and log in as the default user."""
+    node = users.nodes[0]
+    other = f"{namespace}x:a:k"  # in another namespace
+    users.place.client.set(other, "not yours", px=60_000)
+    node.config_set("masterauth", SECRET)
+    try:
+        client: Any = connect(users.url(role), 5.0)
+        mine = primaries(client)[0]
+        for words in TAKING_OVER:
+            with pytest.raises(redis.exceptions.NoPermissionError):
+                mine.execute_command(*words)
+            with pytest.raises(redis.exceptions.ResponseError) as refused:
+                mine.eval(
+                    f"return redis.call({', '.join(repr(str(word)) for word in ' '.join(map(str, words)).split())})", 0
+                )
+            assert SECRET not in str(refused.value)
+        for read in (f"'HGETALL', '{other}'", f"'HMGET', '{other}', 'status'", f"'PTTL', '{other}'"):
+            with pytest.raises(redis.exceptions.ResponseError, match=r"permission|can't"):
+                holder(client, other).eval(f"return redis.call({read})", 0)
+        client.close()
+    finally:
+        node.config_set("masterauth", "")
+        users.place.client.delete(other)
+        users.forgive()
+
+
+def test_only_packing_is_unknown_to_the_people(users: Users, ledger: Ledger, run: Run, place: Place) -> None:
+    row(place, ledger, "held")
+    for role in ("viewer", "operator"):
+        report = as_(users, role, run)("doctor", "--json", *(["--read-only"] if role == "viewer" else [])).json
+        unknown = {f["check"] for f in report["findings"] if f["verdict"] == "unknown"}
+        assert unknown == {"packing", *(("scripts", "clock") if role == "viewer" else ())}
+    users.forgive()
+
+
+def test_a_client_of_another_database_and_with_a_name_gets_lines_of_its_own(
+    place: Place, run: Run, namespace: str
+) -> None:
+    assert not any("+select" in line or "setname" in line for line in run("acl").out.splitlines())
+    made = Users(place)
+    database = 0 if place.kind == "cluster" else 3
+    url = f"{place.url.removesuffix('/0')}/{database}?client_name=shop"
+    lines = [line for line in run("acl", url=url).out.splitlines() if line.startswith("ACL SETUSER")]
+    try:
+        made.add(lines)
+        make: Any = redis.RedisCluster if place.kind == "cluster" else redis.Redis
+        mine = make.from_url(url.replace("redis://", "redis://idemredis-app:pw-app@"), socket_timeout=5.0)
+        ledger = Ledger(mine, namespace=namespace)
+        r = ledger.claim("a", "k", "f")
+        assert isinstance(r, Reservation)
+        ledger.complete(r, ANSWER)
+        ledger.close()
+        mine.close()
+        for role in ("viewer", "operator"):
+            of_role = url.replace("redis://", f"redis://idemredis-{role}:pw-{role}@")
+            assert [row["key"] for row in run("ls", "--status", "completed", "--json", url=of_role).json] == ["k"]
+        assert run("forget", "a", "k", "--yes", url=of_role).code == 0
+        assert made.denied() == []
+    finally:
+        made.remove()
 
 
 def row(place: Place, ledger: Ledger, key: str) -> Reservation:

@@ -20,6 +20,7 @@ import redis.sentinel
 from idemredis import (
     AsyncLedger,
     ConfigurationError,
+    CorruptRow,
     Event,
     FencedOut,
     InProgress,
@@ -32,6 +33,12 @@ from idemredis import (
     Reused,
     StoredResponse,
 )
+from idemredis.core import operations
+from idemredis.core.keys import identify
+from idemredis.core.outcomes import Done, Fenced, Renewed
+from idemredis.core.scripts import load
+from idemredis.store.cluster import wire
+from idemredis.store.evaluate import evaluate
 from idemredis.testing import AsyncClock, Clock
 from tests.support.clock import SLACK, TurnedClock, in_progress
 from tests.support.clusters import SLOTS, Cluster, connect_often, keys_in, moving
@@ -39,6 +46,7 @@ from tests.support.servers import Server, valkey
 from tests.support.started import Servers
 from tests.support.subject import MakeSubject, Mode, Subject
 from tests.support.waiting import wait_until
+from tests.support.wiretap import Words, tap
 
 ROW = ("acct_1", "key-1")
 LEASE = Policy().lease
@@ -282,20 +290,155 @@ def test_a_claim_that_no_replica_has_does_not_count_and_is_released(
     assert subject.claimed(*ROW, "f").generation == 2
 
 
-def test_a_takeover_that_no_replica_has_does_not_count_and_is_released(
+def test_a_takeover_that_would_not_count_is_not_made_and_the_owner_keeps_its_row(
+    make_subject: MakeSubject, mode: Mode, pair: Pair, clock: TurnedClock
+) -> None:
+    """The owner is at work, and only its renewals were late."""
+    events: list[Event] = []
+    owner = make_subject(mode, pair.primary, policy=DURABLE, observers=[events.append])
+    other = make_subject(mode, pair.primary, policy=DURABLE)  # its connection has written nothing
+    r = owner.claimed(*ROW, "f")
+    clock.turn(LEASE)
+    before = owner.fields(r.row)
+    pair.replica.freeze()
+    with pytest.raises(NotDurable) as refused:
+        other.claim(*ROW, "f")
+    assert (refused.value.acknowledged, refused.value.required) == (0, 1)
+    other.flush()  # would release what it had taken
+    assert owner.fields(r.row) == before
+    assert owner.pttl(r.row) <= (Policy().retention - LEASE) * 1000
+
+    owner.renew(r)
+    assert isinstance(other.claim(*ROW, "f"), InProgress)
+    with pytest.raises(NotDurable):
+        owner.complete(r, ANSWER)
+    pair.replica.thaw()
+    wait_until(lambda: [event.name for event in events] == ["claimed", "unavailable", "completed"])
+    assert other.claim(*ROW, "f") == Replay(ANSWER, 1, False)
+
+
+def test_a_claim_that_takes_nothing_over_is_told_that_the_row_is_stale_without_replicas_too(
     make_subject: MakeSubject, mode: Mode, pair: Pair, clock: TurnedClock
 ) -> None:
     subject = make_subject(mode, pair.primary, policy=DURABLE)
     subject.claimed(*ROW, "f")
     clock.turn(LEASE)
     pair.replica.freeze()
+    assert subject.claim(*ROW, "f", takeover=False) == InProgress(0.0, stale=True)
+
+
+class AtTheTakeover:
+    """Runs something between the claim's reply and the takeover."""
+
+    def __init__(self, run: Callable[[], object]) -> None:
+        self._run = run
+        self._sha = load()["takeover"].sha.encode()
+
+    def sent(self, words: Words) -> Words:
+        if self._sha in words:
+            self._run()
+        return words
+
+    def replied(self, words: Words, reply: Any) -> Any:
+        return reply
+
+
+def test_a_takeover_whose_replica_stops_at_that_moment_does_not_count_and_is_released(
+    make_subject: MakeSubject, mode: Mode, pair: Pair, clock: TurnedClock
+) -> None:
+    """What is left: the generation is not lowered again, and the attempt before is fenced."""
+    subject = make_subject(mode, pair.primary, policy=DURABLE)
+    r = subject.claimed(*ROW, "f")
+    clock.turn(LEASE)
+    other = make_subject(mode, pair.primary, policy=DURABLE)
+    tap(other.ledger.client, AtTheTakeover(pair.replica.freeze))
     with pytest.raises(NotDurable):
-        subject.claim(*ROW, "f")
-    wait_until(lambda: subject.fields(subject.row(*ROW))[b"owner"] == b"")
+        other.claim(*ROW, "f")
+    wait_until(lambda: subject.fields(r.row)[b"owner"] == b"")
+    with pytest.raises(FencedOut):
+        subject.complete(r, ANSWER)
 
     pair.replica.thaw()
     pair.catch_up()
     assert subject.claimed(*ROW, "f").generation == 3
+
+
+def test_thirty_completions_wait_for_a_stopped_replica_together_and_each_counts_once_the_replica_has_it(
+    make_subject: MakeSubject, mode: Mode, pair: Pair
+) -> None:
+    statuses: list[bytes] = []
+    with pair.replica.client() as replica:
+
+        def look(event: Event) -> None:
+            if event.name == "completed":
+                assert event.key is not None
+                statuses.append(replica.hget(subject.row("acct_1", event.key), "status"))
+
+        keys = [f"done-{i}" for i in range(30)]
+        subject = make_subject(mode, pair.primary, policy=Policy(lease=3.0, min_replicas=1, replica_timeout=0.5))
+        durable = make_subject(
+            mode,
+            pair.primary,
+            policy=Policy(lease=100.0, min_replicas=1, replica_timeout=0.5),
+            observers=[look],
+            log_keys=True,
+        )
+        waiting = [durable.claimed("acct_1", key, "f") for key in keys]
+        r = subject.claimed(*ROW, "f")
+        pair.replica.freeze()
+        for completion in [durable.begin("complete", each, ANSWER) for each in waiting]:
+            with pytest.raises(NotDurable):
+                completion.result(20)
+        subject.client.config_resetstat()
+        durable.start_heartbeat(r)
+        ends = expiry(subject, r)
+
+        def renewed_and_held() -> bool:
+            assert r.held
+            return expiry(subject, r) > ends + 4000
+
+        wait_until(renewed_and_held, 30.0)
+        stats = subject.client.info("commandstats")
+        assert stats["cmdstat_evalsha"]["calls"] > 60
+        assert stats["cmdstat_wait"]["calls"] < stats["cmdstat_evalsha"]["calls"] / 3
+        assert statuses == []
+        pair.replica.thaw()
+        wait_until(lambda: len(statuses) == len(keys))
+        assert set(statuses) == {b"completed"}
+        assert [durable.claim("acct_1", key, "f") for key in keys] == [Replay(ANSWER, 1, False)] * len(keys)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["scripts_known", "scripts_unknown"])
+def test_one_wait_covers_a_batch_whatever_became_of_its_other_calls(
+    make_subject: MakeSubject, pair: Pair, namespace: str, known: bool
+) -> None:
+    """In the middle a call that fails, and at the end one that writes nothing."""
+    subject = make_subject("sync", pair.primary, policy=DURABLE)
+    gone, wrong, renewed, done = (subject.claimed("acct_1", key, "f") for key in ("gone", "wrong", "renewed", "done"))
+    subject.client.delete(gone.row, wrong.row)
+    subject.client.set(wrong.row, "x", px=60_000)
+    policy = Policy(min_replicas=1, replica_timeout=0.3)
+    identity = partial(identify, namespace, "acct_1")
+
+    def batch(turn: int) -> list[Any]:
+        new = operations.claim(identity(f"new-{turn}", ""), "a" * 16, "f", 30.0, 900.0, 0.0, "")
+        calls: list[operations.Call[Any]] = [
+            new,
+            operations.complete(wrong, ANSWER, 900.0),
+            operations.renew(renewed, 900.0),
+            operations.complete(done, ANSWER, 900.0),
+            operations.complete(gone, ANSWER, 900.0),
+        ]
+        if not known:
+            subject.client.script_flush()
+        subject.client.config_resetstat()
+        outcomes = evaluate(wire(subject.ledger.client), calls, policy=policy)
+        assert subject.client.info("commandstats")["cmdstat_wait"]["calls"] <= (1 if known else 2)
+        return [type(outcome) for outcome in outcomes]
+
+    assert batch(1) == [Reservation, CorruptRow, Renewed, Done, Fenced]
+    pair.replica.freeze()
+    assert batch(2) == [NotDurable, CorruptRow, Renewed, NotDurable, Fenced]
 
 
 def test_a_completion_that_no_replica_has_is_sent_again_until_one_does(

@@ -86,6 +86,54 @@ def test_an_error_reply_is_believed_only_if_it_is_this_calls_own(valkey_server: 
         assert client.ping()
 
 
+def test_a_connection_that_another_thread_closes_while_it_connects_is_an_outage(
+    valkey_server: Server, namespace: str
+) -> None:
+    """As redis-py 6.4 does with all connections of a cluster's node when it reads the map of the slots."""
+    errors: list[Exception] = []
+
+    def claim() -> None:
+        try:
+            ledger.claim(*ROW, "f")
+        except Exception as error:
+            errors.append(error)
+
+    with Proxy(valkey_server.port, b"") as proxy, redis.Redis(port=proxy.port) as client:
+        ledger = Ledger(client, namespace=namespace)
+        for _ in range(20):
+            proxy.hold()
+            claiming = threading.Thread(target=claim)
+            claiming.start()
+            while claiming.is_alive():
+                client.connection_pool.disconnect()
+                claiming.join(0.005)
+            proxy.hold(False)
+        assert {type(error) for error in errors} == {LedgerUnavailable}
+        assert len(errors) == 20
+        assert isinstance(ledger.claim(*ROW, "f"), Reservation)
+
+
+def test_a_connection_that_another_task_closes_while_it_connects_is_an_outage(
+    valkey_server: Server, namespace: str
+) -> None:
+    async def scene(proxy: Proxy) -> None:
+        async with redis.asyncio.Redis(port=proxy.port) as client:
+            ledger = AsyncLedger(client, namespace=namespace)
+            for _ in range(20):
+                proxy.hold()
+                claiming = asyncio.create_task(ledger.claim(*ROW, "f"))
+                while not claiming.done():
+                    await client.connection_pool.disconnect()
+                    await asyncio.wait([claiming], timeout=0.005)
+                proxy.hold(False)
+                assert isinstance(claiming.exception(), LedgerUnavailable)
+            assert isinstance(await ledger.claim(*ROW, "f"), Reservation)
+            await ledger.close()
+
+    with Proxy(valkey_server.port, b"") as proxy:
+        asyncio.run(scene(proxy))
+
+
 # Deadlines
 
 

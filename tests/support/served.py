@@ -9,12 +9,13 @@ import hashlib
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,17 @@ from idemredis.flask import Idempotency, current_reservation
 
 __all__ = ["KINDS", "LET_GO", "PRINCIPAL", "Setup"]
 
-KINDS = ("gunicorn-sync", "gunicorn-gthread", "gunicorn-gevent", "waitress", "werkzeug", "gevent")
+KINDS = ("gunicorn-sync", "gunicorn-gthread", "gunicorn-gevent", "waitress", "uwsgi", "werkzeug", "gevent")
+"""Servers; "uwsgi" has what docs/flask.md has for chunked bodies, and "uwsgi-bare" does not."""
+
+ROOT = Path(__file__).parents[2]
 
 PRINCIPAL = "acct-secret-1"
 LET_GO = "let go"
 """Noted by the test of a key whose view, at the path "held", may go on."""
+
+_SETUP = "SERVED_SETUP"
+"""Environment variable with the `Setup`, for a server that imports this module itself."""
 
 UNSAFE = ["POST", "PUT", "PATCH", "DELETE"]
 
@@ -40,8 +47,8 @@ UNSAFE = ["POST", "PUT", "PATCH", "DELETE"]
 class Setup:
     """What a server is started with.
 
-    `address` is its unix socket and `notes` the file of what ran. `workers`, `timeout` and `preload` are gunicorn's;
-    `threads` are those of a worker that has them.
+    `address` is its unix socket and `notes` the file of what ran. `workers` and `timeout` are gunicorn's and uWSGI's,
+    `preload` is gunicorn's; `threads` are those of a worker that has them. `enable_threads` is uWSGI's.
     """
 
     kind: str
@@ -55,6 +62,7 @@ class Setup:
     threads: int = 8
     timeout: int = 60
     preload: bool = False
+    enable_threads: bool = True
 
     @property
     def loads(self) -> int:
@@ -160,6 +168,23 @@ def _create_app(setup: Setup) -> Flask:
     return app
 
 
+def under_uwsgi() -> Any:
+    """Return the application; uWSGI calls this in its master process, before it forks its workers."""
+    setup = Setup(**json.loads(os.environ[_SETUP]))
+    app = _create_app(setup)
+    if setup.kind == "uwsgi":
+        app.wsgi_app = _of_document("docs/flask.md", "UwsgiChunks")(app.wsgi_app)  # type: ignore[method-assign]
+    return app
+
+
+def _of_document(name: str, what: str) -> Any:
+    """Return what a snippet of a document defines."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {"__name__": "document"}
+    exec(next(block for block in blocks if what in block), names)
+    return names[what]
+
+
 def _pieces(number: int, pause: float = 0.0, last: Exception | None = None) -> Iterator[str]:
     for n in range(number):
         time.sleep(pause)
@@ -169,6 +194,20 @@ def _pieces(number: int, pause: float = 0.0, last: Exception | None = None) -> I
 
 
 def _serve(setup: Setup) -> None:
+    if setup.kind.startswith("uwsgi"):
+        words = [
+            "uwsgi",
+            "--http-socket",
+            setup.address,
+            "--module",
+            "tests.support.served:under_uwsgi()",
+            "--need-app",
+        ]
+        words += ["--virtualenv", sys.prefix]
+        words += ["--master", "--processes", str(setup.workers), "--die-on-term", "--no-orphans"]
+        words += ["--enable-threads"] if setup.enable_threads else []
+        os.environ[_SETUP] = json.dumps(asdict(setup))
+        os.execv(Path(sys.executable).with_name("uwsgi"), words)
     if setup.kind.startswith("gunicorn"):
         from gunicorn.app.base import BaseApplication  # type: ignore[import-untyped]
 

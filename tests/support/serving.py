@@ -67,15 +67,25 @@ class Served:
         self._folder = Path(tempfile.mkdtemp(prefix="web"))  # pytest's own are too long for a socket's name
         self._log, self._notes = self._folder / "log", self._folder / "notes"
         self._setup = Setup(kind, str(self._folder / "s"), str(self._notes), url, namespace, **settings)
-        patched = ["gevent.monkey", "--module"] if "gevent" in kind else []  # before anything is imported
+        self._start()
+
+    def _start(self) -> None:
+        patched = ["gevent.monkey", "--module"] if "gevent" in self.kind else []  # before anything is imported
         words = [sys.executable, "-m", *patched, "tests.support.served", json.dumps(asdict(self._setup))]
-        with self._log.open("wb") as log:
+        with self._log.open("ab") as log:
             self.process = subprocess.Popen(mortal(words), cwd=ROOT, stdout=log, stderr=log)
         try:
             wait_until(self._is_up)
         except BaseException:
             self.close()
             raise
+
+    def revive(self) -> None:
+        """Start the server anew if it died; gunicorn and uWSGI do that themselves for their workers."""
+        if self.kind in ("waitress", "werkzeug", "gevent"):
+            self.process.wait(10.0)
+            Path(self._setup.address).unlink(missing_ok=True)
+            self._start()
 
     @property
     def log(self) -> str:

@@ -71,6 +71,25 @@ def test_a_replica_timeout_above_the_socket_timeout_is_refused_with_both_names()
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "other", "having"),
+    [
+        ("DOCS_URL", "https://shop.example/keys", "PROTOCOL", "ietf"),
+        ("REPLICA_TIMEOUT_SECONDS", 0.2, "MIN_REPLICAS", 1),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_refused_with_the_one_that_it_needs(
+    name: str, value: Any, other: str, having: Any
+) -> None:
+    app = Flask("shop")
+    app.config.update({"IDEMREDIS_URL": "redis://127.0.0.1:1/0", f"IDEMREDIS_{name}": value})
+    with pytest.raises(ConfigurationError, match=f"IDEMREDIS_{name} would be ignored: .*set IDEMREDIS_{other} to"):
+        Idempotency(app, principal="acme")
+    assert app.extensions == {}
+    app.config[f"IDEMREDIS_{other}"] = having
+    Idempotency(app, principal="acme")
+
+
+@pytest.mark.parametrize(
     ("name", "hint"),
     [
         ("LEASE", "did you mean IDEMREDIS_LEASE_SECONDS"),

@@ -1,0 +1,42 @@
+"""What `Effects` takes as a response."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..core.response import StoredResponse, filter_headers, storable_names
+from ..errors import InvalidResponse
+
+__all__ = ["as_response"]
+
+_TYPE = ("content-type", "application/json")
+
+
+def as_response(given: object) -> StoredResponse:
+    """Return a `StoredResponse` for a JSON value, `(value, status)` or `(value, status, headers)`, or for another one.
+
+    Headers that are meant for one delivery, such as `Set-Cookie`, are left out.
+
+    Raises:
+        InvalidResponse: it is none of these.
+    """
+    if not isinstance(given, StoredResponse):
+        given = _json_response(*given) if isinstance(given, tuple) and len(given) in (2, 3) else _json_response(given)
+    names = storable_names(name for name, _ in given.headers)
+    return StoredResponse(given.status, filter_headers(given.headers, names), given.body, given.omitted)
+
+
+def _json_response(value: object, status: Any = 200, headers: Any = ()) -> StoredResponse:
+    if isinstance(value, tuple):
+        raise InvalidResponse("a response must be a JSON value, (value, status) or (value, status, headers)")
+    try:
+        body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidResponse(f"the response is not JSON ({error}); pass a StoredResponse for another body") from None
+    pairs = tuple(
+        (str(name), str(text)) for name, text in (headers.items() if isinstance(headers, Mapping) else headers)
+    )
+    typed = any(name.lower() == "content-type" for name, _ in pairs)
+    return StoredResponse(status, pairs if typed else (_TYPE, *pairs), body)
