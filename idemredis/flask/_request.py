@@ -144,12 +144,14 @@ def _observe(
 
 def _settle(app: Flask, state: State, r: Reservation, ending: Ending) -> None:
     """Settle a row; the application's contexts may have ended."""
-    application, observe = serving.set(app), observing.set(state.settings.mode == "observe")
+    application, observes = serving.set(app), state.settings.mode == "observe"
+    observe = None if observing.get() is observes else observing.set(observes)
     try:
         state.ledger.settle(r, ending)
     finally:
         serving.reset(application)
-        observing.reset(observe)
+        if observe is not None:
+            observing.reset(observe)
 
 
 def _run(state: State, options: Options, exchange: Exchange, claimed: Reservation, view: Callable[[], Any]) -> Any:

@@ -17,11 +17,11 @@ from ..core.outcomes import Outcome, Replay, Row
 from ..core.reservation import Reservation
 from ..core.response import StoredResponse
 from ..core.settle import Ending, OnError, of_effect, settle
-from ..errors import EffectDone, FencedOut, IdempotencyError
+from ..errors import EffectDone, FencedOut
 from ..inspection import SAMPLE
 from ..store import clients
 from ..store.clients import Client
-from ..store.evaluate import evaluate, evaluate_call
+from ..store.evaluate import evaluate, evaluate_call, raised
 from .base import BaseLedger, reserved
 from .current import running
 from .once import ClaimArguments, Once, OnceOptions, after_error, check_on_error, completed
@@ -417,7 +417,11 @@ class Ledger(BaseLedger[Client]):
                 try:
                     match step:
                         case Call():
-                            result = self._call(step)
+                            sent = time.monotonic()
+                            outcome = evaluate_call(self._wire, step, self._scripts, self.policy)
+                            if self._emit.timers:
+                                self._emit.timed(step.script, sent, outcome)
+                            result = raised(outcome)
                         case Emit():
                             self._emit(step, began)
                             result = None
@@ -433,16 +437,6 @@ class Ledger(BaseLedger[Client]):
                     step = flow.send(result)
         except StopIteration as end:
             return end.value  # type: ignore[no-any-return]  # the generator's return value has type T
-
-    def _call(self, call: Call[Any]) -> Any:
-        """Run a script and return its outcome, or raise the error that it comes to."""
-        sent = time.monotonic()
-        outcome = evaluate_call(self._wire, call, self._scripts, self.policy)
-        if self._emit.timers:
-            self._emit.timed(call.script, sent, outcome)
-        if isinstance(outcome, IdempotencyError):
-            raise outcome
-        return outcome
 
     def _evaluate(self, calls: Sequence[Call[Any]]) -> list[Any]:
         """Run independent scripts; a call that failed has its error in place of an outcome."""

@@ -33,7 +33,7 @@ _SIZES = [f"\r\n${size}\r\n" for size in range(1024)]
 """What stands before a word of each size, and ends the word before. Made once, since formatting a number is slow."""
 
 
-def evaluation(call: Call[Any], scripts: Scripts, until: float, replicas: int = 0, wait: bytes = b"") -> Steps:
+def evaluation(call: Call[Any], scripts: Scripts, until: float, policy: Policy | None = None) -> Steps:
     """Yield the round trips that run a script, and return its outcome, or the error of ours that it comes to.
 
     A call whose connection was out of step is sent again, on another one: each script has the same effect twice.
@@ -42,12 +42,13 @@ def evaluation(call: Call[Any], scripts: Scripts, until: float, replicas: int = 
         call: the call.
         scripts: the scripts by name; by default those of the package.
         until: when it is no longer sent again, by the local monotonic clock.
-        replicas: how many must acknowledge it.
-        wait: the WAIT for them, encoded; sent after the script.
+        policy: says how many replicas must acknowledge it; None for none.
     """
     script = (load() if scripts is None else scripts)[call.script]
     tokens: list[bytes | None] = [call.token.encode()]
-    if replicas:
+    replicas, wait = 0, b""
+    if call.durable and policy is not None and policy.min_replicas:
+        replicas, wait = policy.min_replicas, _wait(policy)
         tokens.append(None)
     by_text = False
     while True:
@@ -78,7 +79,8 @@ def _together(calls: Sequence[Call[Any]], scripts: Scripts, policy: Policy | Non
     evaluations = [evaluation(call, scripts, until) for call in calls]
     outcomes: list[Any] = [None] * len(calls)
     replies: dict[int, Any] = dict.fromkeys(range(len(calls)))  # sending None starts a generator
-    replicas, wait, by_replicas, sent = 0, b"", None, 0.0
+    required = 0 if policy is None else policy.min_replicas
+    by_replicas, sent = None, 0.0
     while True:
         trips = {}
         for i, reply in replies.items():
@@ -86,17 +88,17 @@ def _together(calls: Sequence[Call[Any]], scripts: Scripts, policy: Policy | Non
                 trips[i] = evaluations[i].send(reply)
             except StopIteration as end:
                 outcomes[i] = end.value
-                if replicas and calls[i].durable and not isinstance(end.value, IdempotencyError):
-                    outcomes[i] = capture_error(_acknowledged, end.value, by_replicas, replicas, sent)
+                if required and calls[i].durable and not isinstance(end.value, IdempotencyError):
+                    outcomes[i] = capture_error(_acknowledged, end.value, by_replicas, required, sent)
         if not trips:
             return outcomes
-        rows, packed, of_calls = zip(*trips.values(), strict=True)
+        rows, packed, of_calls = map(list, zip(*trips.values(), strict=True))
         tokens = list(chain.from_iterable(of_calls))
-        replicas, wait = _replicas(policy, any(calls[i].durable for i in trips))
-        if replicas:
+        if policy is not None and required and any(calls[i].durable for i in trips):
+            packed.append(_wait(policy))
             tokens.append(None)
         sent = time.monotonic()
-        found = yield rows[0], b"".join((*packed, wait)), tokens
+        found = yield rows[0], b"".join(packed), tokens
         if isinstance(found, Exception):
             replies = dict.fromkeys(trips, found)
         else:
@@ -104,12 +106,8 @@ def _together(calls: Sequence[Call[Any]], scripts: Scripts, policy: Policy | Non
             replies = {i: [reply] for i, reply in zip(trips, found, strict=False)}
 
 
-def _replicas(policy: Policy | None, durable: bool) -> tuple[int, bytes]:
-    """Return how many replicas must acknowledge what is sent, and the WAIT for them."""
-    if policy is None or not policy.min_replicas or not durable:
-        return 0, b""
-    milliseconds = operations.milliseconds(policy.replica_timeout)
-    return policy.min_replicas, encode([("WAIT", policy.min_replicas, milliseconds)])
+def _wait(policy: Policy) -> bytes:
+    return encode([("WAIT", policy.min_replicas, operations.milliseconds(policy.replica_timeout))])
 
 
 def _acknowledged(outcome: Any, by_replicas: Any, replicas: int, sent: float) -> Any:
@@ -145,7 +143,7 @@ def _head(script: str, by_text: bool, arguments: int) -> str:
 def evaluate_call(wire: Wire | Routed, call: Call[Any], scripts: Scripts = None, policy: Policy | None = None) -> Any:
     """Run a script and return its outcome: in one round trip, or in two where the server has not seen it."""
     until = time.monotonic() + wire.timeout
-    return _run(wire, evaluation(call, scripts, until, *_replicas(policy, call.durable)), until)
+    return _run(wire, evaluation(call, scripts, until, policy), until)
 
 
 def evaluate(
@@ -163,7 +161,7 @@ async def evaluate_call_async(
 ) -> Any:
     """Run a script over an asyncio client, as `evaluate_call` does."""
     until = time.monotonic() + wire.timeout
-    return await _run_async(wire, evaluation(call, scripts, until, *_replicas(policy, call.durable)), until)
+    return await _run_async(wire, evaluation(call, scripts, until, policy), until)
 
 
 async def evaluate_async(
