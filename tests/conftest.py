@@ -32,7 +32,7 @@ hypothesis.settings.load_profile("suite")
 
 SLOW_FOLDERS = {"bench", "demo", "faults", "packaging", "shop"}
 SLOW_SERVERS = {"redis", "cluster"}
-SLOW_FIXTURES = {"gunicorn", "pair", "served_by", "started_cluster"}
+SLOW_FIXTURES = {"broker", "gunicorn", "pair", "served_by", "started_cluster"}
 
 STARTED_ONCE = (
     "tests/packaging/",

@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ..errors import CorruptRow, FencedOut, LedgerUnavailable, NotDurable
 from ..events import EventName
@@ -33,6 +33,7 @@ __all__ = [
     "Flow",
     "GivenUp",
     "InBackground",
+    "Room",
     "Sleep",
     "Step",
     "checkpoint",
@@ -71,6 +72,16 @@ STORE_WITHIN = 300.0
 """Seconds for which a completion is retried. It bounds the memory that unstored responses take."""
 
 
+class Room(Protocol):
+    """Decides whether one more duplicate may wait; `leave` follows each `enter` that returned True."""
+
+    def enter(self, identity: Identity) -> bool:
+        """Return whether there is room."""
+
+    def leave(self, identity: Identity) -> None:
+        """Give the place back."""
+
+
 class Sleep(NamedTuple):
     """Wait this long; the result is the local monotonic clock afterwards."""
 
@@ -89,10 +100,11 @@ class Emit:
 
 
 class InBackground(NamedTuple):
-    """Run a flow in the background: it stores a response of `size` bytes, or releases a row."""
+    """Run a flow in the background: it stores a response of `size` bytes in a row, or releases the row."""
 
     flow: Flow[None]
     kind: Literal["completion", "release"]
+    row: str
     size: int = 0
 
 
@@ -116,11 +128,16 @@ def claim(
     created_at: float,
     route: str,
     make: MakeReservation = Reservation,
+    room: Room | None = None,
 ) -> Flow[Outcome]:
-    """Reserve the row, taking it over if it is stale; otherwise return its state, after waiting up to `wait` s."""
+    """Reserve the row, taking it over if it is stale; otherwise return its state, after waiting up to `wait` s.
+
+    Where a `room` is given and has no place, it does not wait.
+    """
     call = operations.claim(identity, owner, fingerprint, lease, policy.retention, created_at, route, make)
     races = 0
     began: float | None = None
+    entered = False
     requested = 1  # generation that this attempt owns if the reply is lost; 0 while no call is outstanding
     try:
         while True:
@@ -144,6 +161,10 @@ def claim(
             if isinstance(outcome, (Stale, Lost)):
                 outcome = InProgress(0.0, stale=True)
             if isinstance(outcome, InProgress) and wait > 0 and not (outcome.stale and not takeover):
+                if room is not None and not entered:
+                    entered = room.enter(identity)
+                    if not entered:
+                        break
                 now: float = yield Sleep(0.0)
                 began = now if began is None else began
                 left = began + wait - now
@@ -158,6 +179,9 @@ def claim(
         if isinstance(error, LedgerUnavailable):
             yield Emit("unavailable", identity, route=route, reason=error.reason)
         raise
+    finally:
+        if room is not None and entered:
+            room.leave(identity)
     yield _claim_event(identity, outcome, route)
     return outcome
 
@@ -279,7 +303,7 @@ def _retry_once(call: Call[T]) -> Flow[T]:
 
 def _finish(r: Reservation, response: StoredResponse, call: Call[Done | Fenced], event: EventName) -> Flow[None]:
     yield from _end(
-        r, call, event, lambda: InBackground(_until_stored(r, call, event), "completion", len(response.body))
+        r, call, event, lambda: InBackground(_until_stored(r, call, event), "completion", call.row, len(response.body))
     )
     if response.omitted:
         yield _emit("not_stored", r)
@@ -328,7 +352,7 @@ def _mark_fenced(r: Reservation) -> Flow[None]:
 
 def _release_later(identity: Identity, generation: int, owner: str, lease: float, policy: Policy) -> InBackground:
     call = operations.release(identity, generation, owner, policy.retention)
-    return InBackground(_until_released(call, lease), "release")
+    return InBackground(_until_released(call, lease), "release", call.row)
 
 
 def _until_released(call: Call[Done | Fenced], lease: float) -> Flow[None]:

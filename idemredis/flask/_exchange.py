@@ -345,7 +345,7 @@ def request_context(app: Flask, make: Callable[[Environ], RequestContext], envir
     """Make a request's context; if it has a key and its view is protected, it is followed from when it is entered."""
     state: State = app.extensions[EXTENSION]
     if not state.views.checked:
-        state.views.check(app, state.extension.protected)
+        state.views.check(app, state.extension.protected, state.settings.methods)
     context = make(environ)
     if "HTTP_IDEMPOTENCY_KEY" in environ:
         settings = state.settings

@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -35,10 +35,12 @@ from ..errors import (
 )
 from ..events import observing, serving
 from ..ledger.current import look_also_in, running
+from ..ledger.waiting import bounded
 from ..web.body import BodyIncomplete, BodyTooLarge, LengthRequired, NoRoom, RequestBody, raw_target
 from ..web.contract import Refusal, parse_key
 from ..web.recorder import ResponseRecorder
 from ..web.settings import PREFIX, Settings
+from ..web.threads import threads_of
 from ._exchange import CLAIMED, Exchange, body_limit, exchange_of
 from ._state import EXTENSION, Options, State
 
@@ -210,15 +212,10 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
             state.ledger.report_missing_key(str(principal), options.operation, _route(request))
             return refuse(contract.key_required())
         key = parse_key(header, contract.protocol)
-        outcome = state.ledger.claim(
-            principal,
-            key,
-            _fingerprint(state, options, exchange),
-            options.operation,
-            options.lease,
-            settings.wait if options.wait is None else options.wait,
-            route=_route(request),
-        )
+        asked = (principal, key, _fingerprint(state, options, exchange), options.operation, options.lease)
+        wait = settings.wait if options.wait is None else options.wait
+        with bounded(functools.partial(threads_of, request.environ)) if wait else nullcontext():
+            outcome = state.ledger.claim(*asked, wait, route=_route(request))
     except InvalidPrincipal as error:
         logger.warning("a request has no valid principal, and %s: %s", ran, error)
         return refuse(contract.principal_required())
@@ -382,6 +379,8 @@ def _refuse(state: State, refusal: Refusal) -> Response:
     for name, value in refusal.headers:
         if name == "Retry-After":
             response.headers.setdefault(name, value)
+        elif name == "Link":
+            response.headers.add(name, value)
     return response
 
 

@@ -15,7 +15,20 @@ from ..core.operations import Call
 from ..core.reservation import Lease
 from ..errors import LedgerUnavailable
 
-__all__ = ["EXIT_WITHIN", "IDLE", "Agenda", "Batch", "EmitEvent", "Heartbeat", "Job", "Result", "begin", "failed"]
+__all__ = [
+    "EXIT_WITHIN",
+    "IDLE",
+    "Agenda",
+    "Batch",
+    "EmitEvent",
+    "Heartbeat",
+    "Job",
+    "Place",
+    "Result",
+    "Room",
+    "begin",
+    "failed",
+]
 
 logger = logging.getLogger("idemredis")
 
@@ -25,6 +38,9 @@ Result: TypeAlias = Any
 EmitEvent: TypeAlias = Callable[[Emit], None]
 Heartbeat: TypeAlias = Callable[[], Flow[None]]
 """Returns a new heartbeat flow for one lease."""
+
+Place: TypeAlias = Callable[[str], "str | None"]
+"""Returns the node of a cluster that has the row; None if it is unknown, and without a cluster."""
 
 Kind: TypeAlias = Literal["heartbeat", "completion", "release"]
 
@@ -52,12 +68,13 @@ EXIT_WITHIN = 2.0
 class Job:
     """A running flow. Heartbeats can be dropped at any time; completions and releases count against their limits."""
 
-    __slots__ = ("flow", "kind", "size")
+    __slots__ = ("flow", "kind", "row", "size")
 
-    def __init__(self, flow: Flow[None], kind: Kind, size: int = 0) -> None:
+    def __init__(self, flow: Flow[None], kind: Kind, size: int = 0, row: str = "") -> None:
         self.flow = flow
         self.kind = kind
         self.size = size
+        self.row = row
 
     def advance(self, result: Result, emit: EmitEvent) -> Call[Any] | Sleep | None:
         """Run the flow up to its next call or sleep and return that step; return None when the flow has ended."""
@@ -122,14 +139,37 @@ class Batch:
         while self.calls:
             self.advance([LedgerUnavailable(why)] * len(self.calls), emit)
 
-    def put_back(self, agenda: Agenda) -> None:
-        """Schedule the flows that sleep, and stop counting the others, which have ended."""
+    def put_back(self, room: Room, agenda_of: Callable[[Job], Agenda]) -> None:
+        """Schedule the flows that sleep, each on its agenda, and stop counting the others, which have ended."""
         now = time.monotonic()
         for job in self._jobs:
             if job in self._slept:
-                agenda.put(job, now + self._slept[job].seconds)
+                agenda_of(job).put(job, now + self._slept[job].seconds)
             else:
-                agenda.remove(job)
+                room.leave(job)
+
+
+class Room:
+    """What may be kept during an outage, on all agendas together. Their runners lock it."""
+
+    def __init__(self) -> None:
+        self._kept: Counter[Kind] = Counter()
+        self._bytes = 0
+
+    def enter(self, job: Job) -> bool:
+        """Count a new job and return True, or return False if the limit of its kind is reached."""
+        most = MAX_COMPLETIONS if job.kind == "completion" else MAX_RELEASES
+        if self._kept[job.kind] >= most or self._bytes + job.size > MAX_BYTES:
+            return False
+        self._kept[job.kind] += 1
+        self._bytes += job.size
+        return True
+
+    def leave(self, job: Job) -> None:
+        """Stop counting a job that has ended."""
+        if job.kind != "heartbeat":
+            self._kept[job.kind] -= 1
+            self._bytes -= job.size
 
 
 class Agenda:
@@ -139,34 +179,16 @@ class Agenda:
         self._waiting: list[tuple[float, int, Job]] = []
         self._ties = count()
         # Leases whose first heartbeat is not due yet. Most attempts finish before it, so no flow is made until then.
-        self._first: dict[Lease, Heartbeat] = {}
-        self._kept: Counter[Kind] = Counter()
-        self._bytes = 0
-
-    def add(self, job: Job, due: float) -> bool:
-        """Add a new job and return True, or return False if the limit of its kind is reached."""
-        most = MAX_COMPLETIONS if job.kind == "completion" else MAX_RELEASES
-        if self._kept[job.kind] >= most or self._bytes + job.size > MAX_BYTES:
-            return False
-        self._kept[job.kind] += 1
-        self._bytes += job.size
-        self.put(job, due)
-        return True
-
-    def remove(self, job: Job) -> None:
-        """Stop counting a job that has ended against the limits."""
-        if job.kind != "heartbeat":
-            self._kept[job.kind] -= 1
-            self._bytes -= job.size
+        self._first: dict[Lease, tuple[Heartbeat, str]] = {}
 
     def put(self, job: Job, due: float) -> None:
         """Schedule a job."""
         heapq.heappush(self._waiting, (due, next(self._ties), job))
 
-    def add_heartbeat(self, lease: Lease, heartbeat: Heartbeat) -> None:
+    def add_heartbeat(self, lease: Lease, heartbeat: Heartbeat, row: str) -> None:
         """Schedule the first heartbeat of a lease; it is dropped if the lease ends earlier."""
         lease.when_ended(self._drop)
-        self._first[lease] = heartbeat
+        self._first[lease] = heartbeat, row
 
     def due_at(self) -> float | None:
         """Return when the next job is due, by the local monotonic clock, or None if there is none."""
@@ -180,12 +202,12 @@ class Agenda:
         while self._waiting and self._waiting[0][0] <= now + BATCH_WINDOW and limited < BATCH_SIZE:
             jobs.append(heapq.heappop(self._waiting)[2])
             limited += jobs[-1].kind != "heartbeat"
-        for lease, heartbeat in self._first.copy().items():
+        for lease, (heartbeat, row) in self._first.copy().items():
             if lease.first_heartbeat_at <= now + BATCH_WINDOW:
                 self._drop(lease)
                 flow = heartbeat()
                 if next(flow, None) is not None:  # it sleeps first; the caller sends the time
-                    jobs.append(Job(flow, "heartbeat"))
+                    jobs.append(Job(flow, "heartbeat", row=row))
         return Batch(jobs) if jobs else None
 
     def clear(self) -> list[Job]:
@@ -207,6 +229,6 @@ def failed(calls: Sequence[Call[Any]], error: BaseException) -> list[Result]:
 
 def begin(wanted: InBackground, emit: EmitEvent) -> tuple[Job, float] | None:
     """Start a flow; return its job and when it is due, or None if it has ended already."""
-    job = Job(wanted.flow, wanted.kind, wanted.size)
+    job = Job(wanted.flow, wanted.kind, wanted.size, wanted.row)
     first = job.advance(None, emit)
     return (job, time.monotonic() + first.seconds) if isinstance(first, Sleep) else None

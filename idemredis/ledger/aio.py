@@ -214,7 +214,7 @@ class AsyncLedger(BaseLedger[AsyncClient]):
         """
         if self.policy.heartbeat:
             r.lease.heartbeat_due = r.lease.first_heartbeat_at
-            self._background.start_heartbeat(r.lease, partial(flows.heartbeat, weakref.ref(r), self.policy))
+            self._background.start_heartbeat(r.lease, partial(flows.heartbeat, weakref.ref(r), self.policy), r.row)
 
     async def checkpoint(self, r: Reservation, name: str, data: object = None) -> None:
         """Save how far the work got, for the attempt that takes over after a crash, and extend the lease.
@@ -436,7 +436,7 @@ class AsyncLedger(BaseLedger[AsyncClient]):
     # Driving
 
     def _make_background(self, name: str) -> AsyncBackground:
-        return AsyncBackground(self._evaluate, self._emit, name)
+        return AsyncBackground(self._evaluate, self._emit, name, lambda row: self._wire_here().place(row))
 
     def _save(self, r: Reservation, name: str, data: object) -> Coroutine[Any, Any, None]:
         return self.checkpoint(r, name, data)

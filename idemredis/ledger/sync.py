@@ -183,7 +183,7 @@ class Ledger(BaseLedger[Client]):
         """
         if self.policy.heartbeat:
             r.lease.heartbeat_due = r.lease.first_heartbeat_at
-            self._background.start_heartbeat(r.lease, partial(flows.heartbeat, weakref.ref(r), self.policy))
+            self._background.start_heartbeat(r.lease, partial(flows.heartbeat, weakref.ref(r), self.policy), r.row)
 
     def checkpoint(self, r: Reservation, name: str, data: object = None) -> None:
         """Save how far the work got, for the attempt that takes over after a crash, and extend the lease.
@@ -402,7 +402,7 @@ class Ledger(BaseLedger[Client]):
     # Driving
 
     def _make_background(self, name: str) -> Background:
-        return Background(self._evaluate, self._emit, name)
+        return Background(self._evaluate, self._emit, name, self._wire.place)
 
     def _save(self, r: Reservation, name: str, data: object) -> None:
         self.checkpoint(r, name, data)

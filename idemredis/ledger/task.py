@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 from ..core.flows import GivenUp, InBackground
 from ..core.operations import Call
 from ..core.reservation import Lease
-from .agenda import EXIT_WITHIN, IDLE, Agenda, Batch, EmitEvent, Heartbeat, Job, Result, begin, failed
+from .agenda import EXIT_WITHIN, IDLE, Agenda, Batch, EmitEvent, Heartbeat, Job, Place, Result, Room, begin, failed
 
 __all__ = ["AsyncBackground"]
 
@@ -23,14 +23,16 @@ Lane: TypeAlias = Literal["heartbeats", "retries"]
 class AsyncBackground:
     """Run flows in tasks of each event loop, started when there is work and ended when idle.
 
-    Heartbeats have a task of their own, so that no renewal waits for a completion or release that hangs.
+    Heartbeats have a task of their own, so that no renewal waits for a completion or release that hangs. On a cluster
+    there is one of each kind for each node, so that nothing waits for another node.
     """
 
-    def __init__(self, run: RunCalls, emit: EmitEvent, name: str) -> None:
+    def __init__(self, run: RunCalls, emit: EmitEvent, name: str, place: Place) -> None:
         self._run = run
         self._emit = emit
         self._name = name
-        self._runners: dict[tuple[Any, ...], _Runner] = {}
+        self._place = place
+        self._crews: dict[tuple[int, asyncio.AbstractEventLoop], _Crew] = {}
 
     def run(self, wanted: InBackground) -> None:
         """Run a flow; if a limit is reached, end it instead, and it emits what is lost."""
@@ -38,47 +40,73 @@ class AsyncBackground:
         if begun is None:
             return
         try:
-            room = self._runner("retries").add(*begun)
+            room = self._crew().runner("retries", wanted.row).add(*begun)
         except RuntimeError:  # the loop has ended, and a call that it left unfinished is collected as garbage
             room = False
         if not room:
             begun[0].advance(GivenUp(), self._emit)
 
-    def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat) -> None:
+    def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat, row: str) -> None:
         """Schedule a heartbeat for a third of the lease from now; it starts if the attempt is still running then."""
-        self._runner("heartbeats").start_heartbeat(lease, heartbeat)
+        self._crew().runner("heartbeats", row).start_heartbeat(lease, heartbeat, row)
 
     async def close(self) -> None:
         """Stop this loop's tasks, retry pending work once for about 2 s, and emit what is lost."""
         until = time.monotonic() + EXIT_WITHIN
-        loop = asyncio.get_running_loop()
-        runners = [runner for key, runner in self._runners.items() if key[:2] == (os.getpid(), loop)]
+        crew = self._crews.get((os.getpid(), asyncio.get_running_loop()))
+        runners = [] if crew is None else crew.all()
         for runner in runners:
             runner.stop()
-        for runner in sorted(runners, key=lambda runner: runner.lane, reverse=True):  # responses first
-            await runner.finish(until)
+        await asyncio.gather(*(runner.finish(until) for runner in runners))
 
-    def _runner(self, lane: Lane) -> _Runner:
-        """Return the running loop's runner."""
+    def _crew(self) -> _Crew:
+        """Return the running loop's runners."""
         loop = asyncio.get_running_loop()
-        key = (os.getpid(), loop, lane)
+        key = (os.getpid(), loop)
+        crew = self._crews.get(key)
+        if crew is None:
+            for other in [other for other in self._crews if other[0] != key[0] or other[1].is_closed()]:
+                del self._crews[other]
+            crew = self._crews[key] = _Crew(loop, self._run, self._emit, self._name, self._place)
+        return crew
+
+
+class _Crew:
+    """The runners of one event loop: one of each kind, for each node of a cluster."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, run: RunCalls, emit: EmitEvent, name: str, place: Place
+    ) -> None:
+        self.loop = loop
+        self.run = run
+        self.emit = emit
+        self.name = name
+        self.room = Room()
+        self._place = place
+        self._runners: dict[tuple[Lane, str | None], _Runner] = {}
+
+    def runner(self, lane: Lane, row: str) -> _Runner:
+        """Return the runner for a row."""
+        key = lane, self._place(row)
         runner = self._runners.get(key)
         if runner is None:
-            for other in [other for other in self._runners if other[0] != key[0] or other[1].is_closed()]:
-                del self._runners[other]
-            runner = self._runners[key] = _Runner(lane, loop, self._run, self._emit, self._name)
+            runner = self._runners[key] = _Runner(self, lane)
         return runner
+
+    def all(self) -> list[_Runner]:
+        return list(self._runners.values())
 
 
 class _Runner:
-    """One event loop's agenda, and the task that runs it."""
+    """The agenda of one kind of work, and the task that runs it."""
 
-    def __init__(self, lane: Lane, loop: asyncio.AbstractEventLoop, run: RunCalls, emit: EmitEvent, name: str) -> None:
+    def __init__(self, crew: _Crew, lane: Lane) -> None:
         self.lane = lane
-        self._loop = loop
-        self._run = run
-        self._emit = emit
-        self._name = name if lane == "heartbeats" else f"{name} {lane}"
+        self._crew = crew
+        self._loop = crew.loop
+        self._run = crew.run
+        self._emit = crew.emit
+        self._name = crew.name if lane == "heartbeats" else f"{crew.name} {lane}"
         self._agenda = Agenda()
         self._batch: Batch | None = None
         self._task: asyncio.Task[None] | None = None
@@ -88,12 +116,13 @@ class _Runner:
         self._closing = False
 
     def add(self, job: Job, due: float) -> bool:
-        if room := self._agenda.add(job, due):
+        if room := self._crew.room.enter(job):
+            self._agenda.put(job, due)
             self._wake_by(due)
         return room
 
-    def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat) -> None:
-        self._agenda.add_heartbeat(lease, heartbeat)
+    def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat, row: str) -> None:
+        self._agenda.add_heartbeat(lease, heartbeat, row)
         self._wake_by(lease.first_heartbeat_at)
 
     def stop(self) -> None:
@@ -124,7 +153,7 @@ class _Runner:
 
     def _give_up(self, job: Job) -> None:
         job.advance(GivenUp(), self._emit)
-        self._agenda.remove(job)
+        self._crew.room.leave(job)
 
     def _wake_by(self, due: float) -> None:
         if self._task is None or self._task.done():
@@ -145,7 +174,21 @@ class _Runner:
         batch, self._batch = self._batch, None
         if batch is not None:
             batch.interrupt(why, self._emit)
-            batch.put_back(self._agenda)
+            batch.put_back(self._crew.room, lambda job: self._agenda)
+
+    def _put_back(self, batch: Batch) -> None:
+        """Schedule the batch's flows anew; where a row has moved to another node, with that node's runner."""
+        others: set[_Runner] = set()
+
+        def agenda_of(job: Job) -> Agenda:
+            runner = self if self._closing else self._crew.runner(self.lane, job.row)
+            others.add(runner)
+            return runner._agenda
+
+        batch.put_back(self._crew.room, agenda_of)
+        for runner in others - {self}:
+            runner._wake_by(0.0)
+            runner._changed.set()
 
     async def _finish_with_the_loop(self) -> AsyncGenerator[None]:
         """Finish when the loop ends.
@@ -170,7 +213,7 @@ class _Runner:
                         return
                     batch.advance(results, self._emit)
                 self._batch = None
-                batch.put_back(self._agenda)
+                self._put_back(batch)
         except BaseException:  # cancelled, perhaps with all tasks of the loop, which is ending; see the guard
             if not self._loop.is_closed():
                 self._loop.call_soon(self._go_on, asyncio.current_task())

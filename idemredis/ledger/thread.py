@@ -16,7 +16,7 @@ from weakref import WeakSet
 from ..core.flows import GivenUp, InBackground
 from ..core.operations import Call
 from ..core.reservation import Lease
-from .agenda import EXIT_WITHIN, IDLE, Agenda, Batch, EmitEvent, Heartbeat, Job, Result, begin, failed
+from .agenda import EXIT_WITHIN, IDLE, Agenda, Batch, EmitEvent, Heartbeat, Job, Place, Result, Room, begin, failed
 
 __all__ = ["Background"]
 
@@ -29,68 +29,102 @@ Lane: TypeAlias = Literal["heartbeats", "retries"]
 class Background:
     """Run flows in daemon threads, started when there is work.
 
-    Heartbeats have a thread of their own, so that no renewal waits for a completion or release that hangs. The threads
-    belong to one process: work handed over in a forked child starts new ones there, and the parent's work stays with
-    the parent. That is noticed by the process id, since servers such as uWSGI fork without running Python's hooks.
+    Heartbeats have a thread of their own, so that no renewal waits for a completion or release that hangs. On a cluster
+    there is one of each kind for each node, so that nothing waits for another node. The threads belong to one process:
+    work handed over in a forked child starts new ones there, and the parent's work stays with the parent. That is
+    noticed by the process id, since servers such as uWSGI fork without running Python's hooks.
     """
 
-    def __init__(self, run: RunCalls, emit: EmitEvent, name: str) -> None:
+    def __init__(self, run: RunCalls, emit: EmitEvent, name: str, place: Place) -> None:
         self._run = run
         self._emit = emit
         self._name = name
-        self._runners: dict[tuple[object, ...], _Runner] = {}
+        self._place = place
+        self._crews: dict[tuple[object, ...], _Crew] = {}
         _backgrounds.add(self)
 
     def run(self, wanted: InBackground) -> None:
         """Run a flow; if a limit is reached, end it instead, and it emits what is lost."""
         begun = begin(wanted, self._emit)
-        if begun is not None and not self._runner("retries").add(*begun):
+        if begun is not None and not self._crew().runner("retries", wanted.row).add(*begun):
             begun[0].advance(GivenUp(), self._emit)
 
-    def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat) -> None:
+    def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat, row: str) -> None:
         """Schedule a heartbeat for a third of the lease from now; it starts if the attempt is still running then."""
-        self._runner("heartbeats").start_heartbeat(lease, heartbeat)
-        if (retries := self._runners.get(_key("retries"))) is not None:
-            retries.go_on()
+        crew = self._crew()
+        crew.runner("heartbeats", row).start_heartbeat(lease, heartbeat, row)
+        crew.go_on()
 
     def close(self, seconds: float = EXIT_WITHIN) -> None:
         """Stop the threads, retry pending work once for about `seconds` seconds, and emit what is lost."""
         until = time.monotonic() + seconds
         process = os.getpid()
-        runners = [runner for key, runner in list(self._runners.items()) if key[0] == process]
+        runners = [runner for key, crew in list(self._crews.items()) if key[0] == process for runner in crew.all()]
         for runner in runners:
             runner.stop()
-        for runner in sorted(runners, key=lambda runner: runner.lane, reverse=True):  # responses first
-            runner.finish(until)
+        retries = sorted(
+            (runner for runner in runners if runner.lane == "retries"), key=lambda runner: runner.is_calling
+        )
+        for left, runner in zip(range(len(retries), 0, -1), retries, strict=True):  # responses first
+            now = time.monotonic()
+            runner.finish(now + max(until - now, 0.0) / left)  # a node that hangs leaves time to the others
+        for runner in runners:
+            if runner.lane == "heartbeats":
+                runner.finish(until)
 
-    def _runner(self, lane: Lane) -> _Runner:
-        """Return the runner of this process; gevent may replace the locks after the application was loaded."""
-        key = _key(lane)
-        runner = self._runners.get(key)
-        if runner is None:
-            runner = _Runner(lane, self._run, self._emit, self._name)
-            runner = self._runners.setdefault(key, runner)  # atomic, as a lock could be held by a thread of the parent
-            for other in list(self._runners):
+    def _crew(self) -> _Crew:
+        """Return the runners of this process; gevent may replace the locks after the application was loaded."""
+        key = (os.getpid(), threading.Lock)
+        crew = self._crews.get(key)
+        if crew is None:
+            crew = _Crew(self._run, self._emit, self._name, self._place)
+            crew = self._crews.setdefault(key, crew)  # atomic, as a lock could be held by a thread of the parent
+            for other in list(self._crews):
                 if other[0] != key[0]:
-                    self._runners.pop(other, None)
+                    self._crews.pop(other, None)
             _close_when_a_child_process_ends()
-        return runner
+        return crew
 
 
-def _key(lane: Lane) -> tuple[object, ...]:
-    return os.getpid(), threading.Lock, lane
+class _Crew:
+    """The runners of one process: one of each kind, for each node of a cluster."""
+
+    def __init__(self, run: RunCalls, emit: EmitEvent, name: str, place: Place) -> None:
+        self.run = run
+        self.emit = emit
+        self.name = name
+        # Reentrant, since the garbage collector may settle an abandoned stream while this thread holds the lock.
+        self.lock = threading.RLock()
+        self.room = Room()
+        self._place = place
+        self._runners: dict[tuple[Lane, str | None], _Runner] = {}
+
+    def runner(self, lane: Lane, row: str) -> _Runner:
+        """Return the runner for a row."""
+        key = lane, self._place(row)
+        runner = self._runners.get(key)
+        return self._runners.setdefault(key, _Runner(self, lane)) if runner is None else runner
+
+    def all(self) -> list[_Runner]:
+        return list(self._runners.values())
+
+    def go_on(self) -> None:
+        """Start a thread wherever retries are without one: it died, or could not be started."""
+        for (lane, _), runner in list(self._runners.items()):
+            if lane == "retries":
+                runner.go_on()
 
 
 class _Runner:
     """An agenda, and the thread that runs it."""
 
-    def __init__(self, lane: Lane, run: RunCalls, emit: EmitEvent, name: str) -> None:
+    def __init__(self, crew: _Crew, lane: Lane) -> None:
         self.lane = lane
-        self._run = run
-        self._emit = emit
-        self._name = name if lane == "heartbeats" else f"{name} {lane}"
-        # Reentrant, since the garbage collector may settle an abandoned stream while this thread holds the lock.
-        self._changed = threading.Condition(threading.RLock())
+        self._crew = crew
+        self._run = crew.run
+        self._emit = crew.emit
+        self._name = crew.name if lane == "heartbeats" else f"{crew.name} {lane}"
+        self._changed = threading.Condition(crew.lock)
         self._agenda = Agenda()
         self._batch: Batch | None = None
         self._advancing = False
@@ -98,15 +132,21 @@ class _Runner:
         self._wakes_at = 0.0
         self._closing = False
 
+    @property
+    def is_calling(self) -> bool:
+        """Whether a call is under way."""
+        return self._batch is not None
+
     def add(self, job: Job, due: float) -> bool:
         with self._changed:
-            if room := self._agenda.add(job, due):
+            if room := self._crew.room.enter(job):
+                self._agenda.put(job, due)
                 self._wake_by(due)
         return room
 
-    def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat) -> None:
+    def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat, row: str) -> None:
         with self._changed:
-            self._agenda.add_heartbeat(lease, heartbeat)
+            self._agenda.add_heartbeat(lease, heartbeat, row)
             self._wake_by(lease.first_heartbeat_at)
 
     def go_on(self) -> None:
@@ -132,14 +172,15 @@ class _Runner:
             self._thread = None
             if batch is not None:
                 batch.interrupt("the ledger is closing, and Redis has not replied yet", self._emit)
-                batch.put_back(self._agenda)
+                batch.put_back(self._crew.room, lambda job: self._agenda)
             jobs = self._agenda.clear()
             self._closing = False
         for job in jobs:
             if time.monotonic() < until and isinstance(call := job.advance(time.monotonic(), self._emit), Call):
                 job.advance(self._results([call])[0], self._emit)
             job.advance(GivenUp(), self._emit)
-            self._agenda.remove(job)
+            with self._changed:
+                self._crew.room.leave(job)
 
     def _works_elsewhere(self) -> bool:
         thread = self._thread
@@ -166,7 +207,21 @@ class _Runner:
         batch, self._batch, self._advancing = self._batch, None, False
         if batch is not None:
             batch.interrupt("the background thread died during the call", self._emit)
-            batch.put_back(self._agenda)
+            batch.put_back(self._crew.room, lambda job: self._agenda)
+
+    def _put_back(self, batch: Batch) -> None:
+        """Schedule the batch's flows anew; where a row has moved to another node, with that node's runner."""
+        others: set[_Runner] = set()
+
+        def agenda_of(job: Job) -> Agenda:
+            runner = self if self._closing else self._crew.runner(self.lane, job.row)
+            others.add(runner)
+            return runner._agenda
+
+        batch.put_back(self._crew.room, agenda_of)
+        for runner in others - {self}:
+            runner.go_on()
+            runner._changed.notify_all()
 
     def _main(self) -> None:
         try:
@@ -213,7 +268,7 @@ class _Runner:
             self._advancing = False
             if not batch.calls:
                 self._batch = None
-                batch.put_back(self._agenda)
+                self._put_back(batch)
             self._changed.notify_all()
         return bool(batch.calls)
 

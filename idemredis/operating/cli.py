@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from ..core.text import escaped
 from ..errors import (
     ConfigurationError,
     IdempotencyError,
@@ -48,7 +49,7 @@ class Commands(click.Group):
 
 
 def _end(code: int, message: str) -> None:
-    click.echo(f"idemredis: {message}", err=True)
+    click.echo(f"idemredis: {escaped(message)}", err=True)
     raise SystemExit(code)
 
 
@@ -91,6 +92,7 @@ audit_log_option = click.option(
 def main(ctx: click.Context, url: str, namespace: str, timeout: float, audit_log: str | None) -> None:
     """Inspect an Idempotency-Key ledger, and settle its rows by hand."""
     ctx.obj = Session(url, namespace, timeout)
+    del url  # it may have a password in it, and an error reporter would send it
     ctx.call_on_close(ctx.obj.close)
     log_audit(ctx, audit_log)
 

@@ -16,6 +16,8 @@ import click
 from ..core import scripts as lua
 from ..core.keys import Identity, identify
 from ..core.response import StoredResponse, storable_names
+from ..core.text import escaped
+from ..core.tracebacks import Hidden
 from ..errors import IdempotencyError, LedgerUnavailable
 from ..inspection import doctor, rows
 from ..inspection.rows import STATUSES, RowSummary
@@ -67,18 +69,18 @@ class Session:
 
     def __init__(self, url: str, namespace: str, timeout: float) -> None:
         self.namespace = namespace
-        self._url = url
+        self._url = Hidden(url)
         self._timeout = timeout
 
     @cached_property
     def ledger(self) -> Ledger:
         """The ledger."""
-        return Ledger(connect(self._url, self._timeout), namespace=self.namespace)
+        return Ledger(connect(self._url.value, self._timeout), namespace=self.namespace)
 
     @property
     def client_options(self) -> dict[str, Any]:
         """What the client's connections are made of; known even if no server can be reached."""
-        return options(self.ledger.client if "ledger" in self.__dict__ else client(self._url, self._timeout))
+        return options(self.ledger.client if "ledger" in self.__dict__ else client(self._url.value, self._timeout))
 
     def close(self) -> None:
         """Close the connections that this session opened."""
@@ -340,9 +342,9 @@ def doctor_(session: Session, as_json: bool, read_only: bool, sample: int) -> No
     else:
         for finding in report.findings:
             where = f" ({finding.node})" if finding.node else ""
-            click.echo(f"{finding.verdict:<8} {finding.check:<12} {finding.reason}{where}")
+            click.echo(f"{finding.verdict:<8} {finding.check:<12} {escaped(finding.reason)}{where}")
             if finding.fix:
-                click.echo(f"{'':21} -> {finding.fix}")
+                click.echo(f"{'':21} -> {escaped(finding.fix)}")
     raise SystemExit(0 if report.healthy else 1 if report.reachable else 2)
 
 

@@ -6,9 +6,9 @@ no principal.
 
 from __future__ import annotations
 
-import getpass
 import logging
 import os
+import pwd
 import secrets
 from collections.abc import Callable
 from contextlib import closing
@@ -19,6 +19,7 @@ from ..core.keys import Identity
 from ..core.outcomes import Lost, Row
 from ..core.reservation import Lease, Reservation
 from ..core.response import StoredResponse
+from ..core.text import escaped
 from ..errors import FencedOut, IdempotencyError, LedgerUnavailable
 from ..events import digest
 from ..inspection.rows import RowSummary, look
@@ -37,6 +38,9 @@ Confirm: TypeAlias = Callable[[RowSummary], bool]
 """Shows the row to the person, and returns whether they confirm."""
 
 Action: TypeAlias = Literal["release", "resolve", "forget"]
+
+MAX_USER = 32
+"""Characters of a user's name, as on Linux."""
 
 LEASE = 30.0
 """Seconds between taking a row over and storing its response; both follow at once."""
@@ -205,10 +209,14 @@ class _Audit:
 
 
 def _who() -> str:
-    """Return the operating system's user, and who they were before sudo."""
+    """Return the process's user, and what sudo says of who they were before.
+
+    The user is the kernel's, since anybody can set LOGNAME and USER. SUDO_USER can be set by anybody, too, so it only
+    stands beside the user, and at most as long as a user's name.
+    """
     try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # a container's user has no name
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a container's user has no name
         user = f"uid {os.getuid()}"
-    before = os.environ.get("SUDO_USER")
-    return f"{user} (as {before} before sudo)" if before else user
+    before = os.environ.get("SUDO_USER", "")[:MAX_USER]
+    return escaped(f"{user} (SUDO_USER {before})" if before else user)

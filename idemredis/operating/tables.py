@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from ..core.text import escaped
 from ..inspection.rows import RowSummary
 from .tail import TailEvent
 
@@ -59,11 +60,6 @@ def show_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):
         click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def escaped(text: str) -> str:
-    """Return stored text with control characters escaped, so that it cannot control the terminal."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def duration(seconds: float) -> str:
@@ -175,7 +171,7 @@ def print_event(event: TailEvent, as_json: bool) -> None:
     at = time.strftime("%H:%M:%S", time.localtime(event.at)) + f".{int(event.at % 1 * 1000):03}"
     name = " ".join(escaped(part) for part in (who.principal, who.operation, who.key) if part) if who else ""
     words = (f"generation {event.generation}", escaped(event.route), name)
-    click.echo(f"{at}  {event.what:<15} {event.digest}  {'  '.join(filter(None, words))}")
+    click.echo(f"{at}  {escaped(event.what):<15} {escaped(event.digest)}  {'  '.join(filter(None, words))}")
 
 
 def print_json(value: object) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any, TypeAlias, cast
+from urllib.parse import parse_qsl, urlsplit
 
 import redis
 import redis.asyncio
@@ -11,6 +13,7 @@ import redis.asyncio.retry
 from redis.backoff import EqualJitterBackoff
 from redis.retry import Retry
 
+from ..core.tracebacks import hides_arguments
 from ..errors import ConfigurationError
 
 __all__ = [
@@ -26,6 +29,8 @@ __all__ = [
     "deadline",
     "is_cluster",
     "options",
+    "own",
+    "uncached",
 ]
 
 logger = logging.getLogger("idemredis")
@@ -42,9 +47,14 @@ and further retries belong to the flows, which know whether a retry is safe."""
 
 _BACKOFF_CAP, _BACKOFF_BASE = 0.1, 0.01  # seconds; within the bound that a 503 is promised in
 
+_POOL_OWN = ("maint_", "orig_", "himport_")  # what redis-py's own pool adds to the options that it was given
+_SAFE = ("Redis URL must specify one of the following schemes", "Invalid value for ")
+"""How redis-py's own messages about a URL begin. They name a scheme or an option that it knows."""
+
 _memories: dict[str, Any] = {}
 
 
+@hides_arguments
 def client(url: str, socket_timeout: float = SOCKET_TIMEOUT) -> Client:
     """Make a client with timeouts and retries of ours for `redis://`, `rediss://`, `unix://` or `memory://`."""
     if url.startswith("memory:"):
@@ -53,6 +63,7 @@ def client(url: str, socket_timeout: float = SOCKET_TIMEOUT) -> Client:
     return cast(Client, _from_url(redis.Redis.from_url, url, socket_timeout, retry))
 
 
+@hides_arguments
 def async_client(url: str, socket_timeout: float = SOCKET_TIMEOUT) -> AsyncClient:
     """Make an asyncio client with timeouts and retries of ours; see `client` for the URLs."""
     if url.startswith("memory:"):
@@ -67,6 +78,30 @@ def clone(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
     """Return another client of the same server and settings, with connections of its own."""
     pool = client.connection_pool
     return type(client).from_pool(type(pool)(pool.connection_class, **pool.connection_kwargs))
+
+
+def uncached(client: Any) -> Any:
+    """Return the client, or one of the same server with a pool of its own if the client caches replies.
+
+    A cached entry belongs to a connection. redis-py looks for its invalidation there also while another thread waits
+    for a reply on that connection, and so takes the reply away.
+    """
+    pool = client.connection_pool
+    if getattr(pool, "cache", None) is None or not isinstance(pool, redis.ConnectionPool):
+        return client
+    return own(client)
+
+
+def own(client: Any, **changes: Any) -> redis.Redis:
+    """Return a client of the same server that does not cache, with a pool of its own; `changes` are options."""
+    pool = client.connection_pool
+    kept = {name: value for name, value in options(client).items() if not name.startswith(_POOL_OWN)}
+    made = redis.BlockingConnectionPool if isinstance(pool, redis.BlockingConnectionPool) else redis.ConnectionPool
+    return redis.Redis(
+        connection_pool=made(
+            connection_class=pool.connection_class, max_connections=pool.max_connections, **{**kept, **changes}
+        )
+    )
 
 
 def check_sync(candidate: object) -> None:
@@ -119,11 +154,40 @@ def deadline(client: Any, seconds: float) -> float:
 
 def _from_url(make: Any, url: str, socket_timeout: float, retry: object) -> Any:
     try:
-        return make(url, socket_timeout=socket_timeout, socket_connect_timeout=socket_timeout, retry=retry)
+        parts = urlsplit(url)
+        if parts.scheme in ("redis", "rediss") and not re.fullmatch(r"/?|/\d+/?", parts.path):
+            raise ConfigurationError(
+                "the URL cannot be used: its path must be the number of a database, such as /0; a password with / or ? "
+                "in it must be percent-encoded"
+            )
+        if parts.fragment or (parts.query and not parse_qsl(parts.query, strict_parsing=True)):
+            raise ValueError("redis-py would ignore what follows")
+        made = make(url, socket_timeout=socket_timeout, socket_connect_timeout=socket_timeout, retry=retry)
+        pool = made.connection_pool
+        pool.connection_class(**pool.connection_kwargs)  # only here redis-py looks at the options
+    except ConfigurationError:
+        raise
     except ValueError as error:
+        raise ConfigurationError(f"the URL cannot be used: {_fault(str(error))}") from None
+    except TypeError as error:
+        named = re.search(r"argument '([a-z_]+)'", str(error))
+        quotable = named and not re.search(r"[?#].*@", url)  # else it may be a part of the password
+        option = f"the option {named[1]!r}" if named and quotable else "an option"
         raise ConfigurationError(
-            f"the URL cannot be used: {error} (it may also be memory://, for one process)"
+            f"the URL cannot be used: it has {option}, which is unknown; remove it, and percent-encode special "
+            "characters of the password"
         ) from None
+    return made
+
+
+def _fault(message: str) -> str:
+    """Return why a URL cannot be used; what urllib says of one that cannot be parsed quotes it."""
+    if message.startswith(_SAFE):
+        return f"{message} (it may also be memory://, for one process)"
+    return (
+        "it cannot be parsed; its form is redis://USER:PASSWORD@HOST:PORT/DATABASE, and special characters of the "
+        "password must be percent-encoded"
+    )
 
 
 def _check(candidate: object) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import redis
@@ -14,8 +14,9 @@ from redis.asyncio.cluster import ClusterNode as AsyncClusterNode
 from redis.cluster import ClusterNode
 from redis.exceptions import AskError, MovedError, ResponseError
 
+from ..core.tracebacks import without_frames
 from . import clients
-from .deadline import run_by
+from .deadline import Attempt, made_of
 from .errors import ERRORS, closed, leaves_unknown
 from .wire import AsyncWire, Trip, Wire, encode
 
@@ -32,6 +33,9 @@ LEARN_GAP = 1.0
 """Seconds between two readings of who has which slot. Until then each call is redirected: thousands of slots may move,
 and to read all 16,384 takes some milliseconds."""
 
+LEARN_WITHIN = 10.0
+"""Seconds for one reading, which asks one node after the other; each may hang for as long as the client's timeout."""
+
 RETRY_GAP = 0.01
 """Seconds before a call that no node took is sent again."""
 
@@ -44,21 +48,22 @@ class Routed:
         self.timeout = clients.deadline(client, timeout)
         self._wires: dict[Any, Wire] = {}
         self._learned = 0.0
-        self._is_old = False  # the map of slots: the last call ended with no node that took it
+        self._learning: tuple[object, Attempt] | None = None
+        self._doubted: set[str | None] = set()  # nodes that failed: who has their slots now?
 
     def exchange(self, trip: Trip, until: float) -> list[Any]:
         """Send a call about one row and return its replies, as `Wire.exchange` does."""
         lost: Exception | None = None
         first = True
         while True:
+            self._learn_of([trip[0]], until)
+            place = self.place(trip[0])
             try:
-                if self._is_old:
-                    self._learn(until)
                 replies = self._follow(trip, until)
             except ERRORS as error:
                 if leaves_unknown(error):
                     lost = error
-                self._is_old = True
+                self._doubted.add(place)
                 again = type(error) in self.client.ERRORS_ALLOW_RETRY and time.monotonic() + RETRY_GAP < until
                 if not again:
                     raise lost or error from None
@@ -66,15 +71,23 @@ class Routed:
                     time.sleep(RETRY_GAP)
                 first = False
             else:
-                self._is_old = False
+                self._doubted.discard(place)
                 return replies
 
-    def doubt(self) -> None:
-        """Read anew who has which slot before the next call: a node did not reply."""
-        self._is_old = True
+    def place(self, row: str) -> str | None:
+        """Return which node has the row, as far as is known; None if no node is known to."""
+        try:
+            return str(self.client.get_node_from_key(row).name)
+        except ERRORS:
+            return None
+
+    def doubt(self, row: str) -> None:
+        """Read anew who has which slot before the next call to the row's node, which did not reply."""
+        self._doubted.add(self.place(row))
 
     def by_node(self, rows: Sequence[str]) -> list[tuple[Wire, list[int]]]:
         """Return the way to each node, with the places of those rows that it has; some may be on none."""
+        self._learn_of(rows, time.monotonic() + self.timeout)
         found: dict[Any, list[int]] = {}
         for i, row in enumerate(rows):
             with suppress(*ERRORS):
@@ -93,12 +106,29 @@ class Routed:
                 replies = _without_asking(redirect, wire.exchange(_asking(redirect, trip), until))
         return replies
 
+    def _learn_of(self, rows: Sequence[str], until: float) -> None:
+        """Read anew who has which slot if the node of one of these rows is in doubt."""
+        if self._doubted and not self._doubted.isdisjoint(map(self.place, rows)):
+            self._learn(until)
+
     def _learn(self, until: float) -> None:
-        """Read anew who has which slot; a node that hangs is not waited for."""
-        self._learned = time.monotonic()
+        """Read anew who has which slot; half of the time is left for the call, should the node that is asked hang.
+
+        The reading goes on by itself then, and serves the calls that follow.
+        """
+        learning = self._learning
+        if learning is None or learning[0] != made_of() or learning[1].wait(0.0):
+            self._learned = time.monotonic()
+            self._learning = learning = (made_of(), Attempt(self._initialize))
+        now = time.monotonic()
+        with suppress(RuntimeError):  # no thread can be started: the map stays as it is
+            learning[1].start()
+            learning[1].wait(now + (until - now) / 2)
+
+    def _initialize(self) -> None:
         with suppress(*ERRORS):
-            run_by(until, self.client.nodes_manager.initialize)
-            self._is_old = False
+            self.client.nodes_manager.initialize()
+            self._doubted.clear()
 
     def _node(self, row: str) -> Any:
         return self.client.get_redis_connection(self.client.get_node_from_key(row))
@@ -130,23 +160,26 @@ class AsyncRouted:
         self.client: Any = client
         self.timeout = clients.deadline(client, timeout)
         self._learned = 0.0
-        self._is_old = False
+        self._learning: asyncio.Task[None] | None = None
+        self._doubted: set[str | None] = set()
 
     async def exchange(self, trip: Trip, until: float) -> list[Any]:
         """Send a call about one row and return its replies, as `Wire.exchange` does."""
         lost: Exception | None = None
         first = True
         while True:
+            place = self.place(trip[0])
             try:
                 await self._within(until, self.client.initialize)
-                if self._is_old:
+                if place in self._doubted:
                     await self._learn(until)
+                place = self.place(trip[0])
                 replies = await self._follow(trip, until)
             except (*ERRORS, AttributeError) as caught:
                 error = caught if isinstance(caught, ERRORS) else closed(caught)
                 if leaves_unknown(error):
                     lost = error
-                self._is_old = True
+                self._doubted.add(place)
                 again = type(error) in self.client.ERRORS_ALLOW_RETRY and time.monotonic() + RETRY_GAP < until
                 if not again:
                     raise lost or error from None
@@ -154,26 +187,51 @@ class AsyncRouted:
                     await asyncio.sleep(RETRY_GAP)
                 first = False
             else:
-                self._is_old = False
+                self._doubted.discard(place)
                 return replies
 
+    def place(self, row: str) -> str | None:
+        """Return which node has the row, as `Routed.place` does."""
+        try:
+            return str(self.client.get_node_from_key(row).name)
+        except ERRORS:
+            return None
+
     async def _follow(self, trip: Trip, until: float) -> list[Any]:
-        replies = await AsyncWire(self.client.get_node_from_key(trip[0]), self.timeout).exchange(trip, until)
+        replies = await self._ask(self.client.get_node_from_key(trip[0]), trip, until)
         for _ in range(REDIRECTS):
             redirect = redirection(replies)
             if redirect is None:
                 return replies
             if _is_due(redirect, self._learned):
                 await self._learn(until)
-            async with self._named(redirect) as wire:
-                replies = _without_asking(redirect, await wire.exchange(_asking(redirect, trip), until))
+            host, port = self.client.nodes_manager.remap_host_port(redirect.host, redirect.port)
+            node = self.client.get_node(host, port) or AsyncClusterNode(
+                host, port, **self.client.get_connection_kwargs()
+            )
+            replies = _without_asking(redirect, await self._ask(node, _asking(redirect, trip), until))
         return replies
 
+    async def _ask(self, node: Any, trip: Trip, until: float) -> list[Any]:
+        try:
+            return await AsyncWire(node, self.timeout).exchange(trip, until)
+        finally:
+            if self.client.get_node(node_name=node.name) is not node:
+                await node.disconnect()  # nobody else closes what this call opened on a node that is not in the map
+
     async def _learn(self, until: float) -> None:
-        self._learned = time.monotonic()
-        with suppress(*ERRORS):
-            await self._within(until, self.client.nodes_manager.initialize)
-            self._is_old = False
+        """Read anew who has which slot, as `Routed` does; a call that is cancelled does not end the reading."""
+        learning = self._learning
+        if learning is None or learning.done() or learning.get_loop() is not asyncio.get_running_loop():
+            self._learned = time.monotonic()
+            self._learning = learning = asyncio.create_task(self._initialize(), name="idemredis slots")
+        await asyncio.wait([learning], timeout=max(until - time.monotonic(), 0.0) / 2)
+
+    async def _initialize(self) -> None:
+        with suppress(*ERRORS, AttributeError, TimeoutError):
+            async with asyncio.timeout(LEARN_WITHIN):
+                await self.client.nodes_manager.initialize()
+            self._doubted.clear()
 
     async def _within(self, until: float, run: Any) -> None:
         try:
@@ -181,17 +239,9 @@ class AsyncRouted:
                 await run()
         except TimeoutError as error:
             raise redis.TimeoutError("Timeout waiting for the cluster") from error
-
-    @asynccontextmanager
-    async def _named(self, redirect: AskError) -> AsyncIterator[AsyncWire]:
-        host, port = self.client.nodes_manager.remap_host_port(redirect.host, redirect.port)
-        known = self.client.get_node(host, port)
-        node = known or AsyncClusterNode(host, port, **self.client.get_connection_kwargs())
-        try:
-            yield AsyncWire(node, self.timeout)
-        finally:
-            if not known:
-                await node.disconnect()
+        except BaseException as error:
+            without_frames(error)
+            raise
 
 
 def redirection(replies: Sequence[Any]) -> AskError | None:

@@ -20,9 +20,10 @@ from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from ..core.tracebacks import without_frames
 from .errors import CLOSED, closed
 
-__all__ = ["TICK", "bound", "connect_by", "overdue", "run_by"]
+__all__ = ["TICK", "Attempt", "bound", "connect_by", "made_of", "overdue"]
 
 TICK = 0.1
 """Seconds between two looks at the calls under way: how late an overdue one may be ended."""
@@ -43,8 +44,7 @@ class _Overdue:
         self._reset()
 
     def _reset(self) -> None:
-        # A fork has no threads, and gevent may replace the locks at any time.
-        self._process, self._lock = os.getpid(), threading.Lock
+        self._process, self._lock = made_of()
         self._calls: dict[Any, float] = {}
         self._used = False
         self._closing = threading.Lock()
@@ -106,10 +106,15 @@ class _Overdue:
                     connection.disconnect()
 
 
+def made_of() -> tuple[int, object]:
+    """What a thread and its locks are made of: a fork has no threads, and gevent may replace the locks at any time."""
+    return os.getpid(), threading.Lock
+
+
 overdue = _Overdue()
 
 
-class _Attempt:
+class Attempt:
     """Something that takes long, in a thread of its own."""
 
     def __init__(self, run: Callable[[], object]) -> None:
@@ -140,31 +145,17 @@ class _Attempt:
         try:
             self.result = self._run()
         except BaseException as error:
-            self.error = error
+            self.error = without_frames(error)
         finally:
             self._done.set()
-
-
-def run_by(until: float, run: Callable[[], Any]) -> Any:
-    """Return what `run` returns, run in a thread of its own.
-
-    Raises:
-        redis.TimeoutError: it is not done at `until`; it goes on by itself.
-    """
-    attempt = _Attempt(run)
-    attempt.start()
-    if not attempt.wait(until):
-        raise RedisTimeoutError("Timeout waiting for the server")
-    if attempt.error is not None:
-        raise attempt.error
-    return attempt.result
 
 
 class _Bounded:
     """What a pool's connections have beside redis-py's own: while `connect_by` is set, connecting ends in time."""
 
-    _connecting: _Attempt | None = None
+    _connecting: Attempt | None = None
     _is_up = False
+    connected_at = 0.0  # by the local monotonic clock
     _closures = 0
 
     def connect(self) -> None:
@@ -177,14 +168,16 @@ class _Bounded:
         if not self._is_up:
             self.disconnect()  # what was interrupted in the middle may have left half a connection
             if until is not None and (inherited is None or inherited.error is not None):
-                self._connecting = attempt = _Attempt(lambda: self._connect_once(until))
+                self._connecting = attempt = Attempt(lambda: self._connect_once(until))
                 self._await(attempt, until)
                 if attempt.error is not None:
                     raise attempt.error
-        super().connect()  # type: ignore[misc]  # nothing to do where it is connected
-        self._is_up = True
+        if not self._is_up:
+            self._establish()
+            self._is_up = True
+        self.connected_at = time.monotonic()
 
-    def _await(self, attempt: _Attempt, until: float | None) -> None:
+    def _await(self, attempt: Attempt, until: float | None) -> None:
         try:
             attempt.start()
         except RuntimeError:  # no thread can be started: the client's own timeouts hold
@@ -204,17 +197,21 @@ class _Bounded:
     def _connect_once(self, until: float) -> None:
         this: Any = self
         kept = this.retry, this.socket_connect_timeout
-        closures = self._closures
         this.retry = _ONCE
         this.socket_connect_timeout = min(kept[1] or until, max(until - time.monotonic(), TICK))
+        try:
+            self._establish()
+        finally:
+            this.retry, this.socket_connect_timeout = kept
+
+    def _establish(self) -> None:
+        closures = self._closures
         try:
             super().connect()  # type: ignore[misc]
         except CLOSED as error:
             if self._closures == closures:
                 raise
             raise closed(error) from error
-        finally:
-            this.retry, this.socket_connect_timeout = kept
 
 
 @cache

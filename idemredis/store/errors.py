@@ -10,8 +10,11 @@ from redis.exceptions import (
     AskError,
     AuthenticationError,
     AuthorizationError,
+    BusyLoadingError,
+    MasterDownError,
     MaxConnectionsError,
     NoPermissionError,
+    ReadOnlyError,
     RedisClusterException,
     RedisError,
     ResponseError,
@@ -20,6 +23,8 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from ..core.text import escaped
+from ..core.tracebacks import without_frames
 from ..errors import CorruptRow, IdempotencyError, LedgerUnavailable
 
 __all__ = [
@@ -31,6 +36,7 @@ __all__ = [
     "capture_error",
     "closed",
     "is_denied",
+    "is_no_primary",
     "is_refusal",
     "is_wrong_password",
     "leaves_unknown",
@@ -70,6 +76,24 @@ _DENIED = ("NOPERM", "permissions", "can't run this command")
 """In what servers say of a command that an ACL denies. Of one in a script redis-py makes a plain ResponseError."""
 
 
+_NO_PRIMARY = (ReadOnlyError, MasterDownError, BusyLoadingError)
+
+_NO_PRIMARY_SIGNS = ("READONLY", "MASTERDOWN", "NOREPLICAS", "UNBLOCKED", "replica instances")
+"""In the errors of a server that is a replica, becomes one (UNBLOCKED ends a WAIT), or lost its replicas to another
+primary. In Redis 6.2, other words come before the error of a script."""
+
+
+def is_no_primary(error: BaseException) -> bool:
+    """Whether the server may not be the primary any more, so that the same address may now lead to another server.
+
+    A replica that is copying the primary's data says that it is loading, as a server does that was restarted.
+    """
+    causes = (error, error.__context__)  # Sentinel's connections raise a ConnectionError in place of READONLY
+    return any(isinstance(cause, _NO_PRIMARY) for cause in causes) or any(
+        sign in str(error) for sign in _NO_PRIMARY_SIGNS
+    )
+
+
 def closed(error: Exception) -> RedisConnectionError:
     """Return the error for a connection that redis-py finds gone: another task or thread saw it fail and closed it."""
     return RedisConnectionError(f"the connection was closed meanwhile: {error}")
@@ -91,7 +115,7 @@ def map_error(error: Exception, seconds: float, *, unknown: bool = False) -> Ide
     Args:
         unknown: the script may have run, whatever the error says.
     """
-    text = str(error) or type(error).__name__
+    text = escaped(str(error)) or type(error).__name__
     if "WRONGTYPE" in text:  # Redis 6.2 prefixes the errors of scripts, which hides their kind from redis-py's classes
         return CorruptRow("it is not a hash")
     if isinstance(error, AskError):
@@ -99,7 +123,7 @@ def map_error(error: Exception, seconds: float, *, unknown: bool = False) -> Ide
     unknown = unknown or leaves_unknown(error)
     message = f"Redis did not serve the call ({text})"
     mapped = LedgerUnavailable(message, seconds=seconds, unknown=unknown, reason=_reason(error))
-    mapped.__cause__ = error
+    mapped.__cause__ = without_frames(error)
     return mapped
 
 

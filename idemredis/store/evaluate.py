@@ -213,7 +213,7 @@ def _evaluate_by_node(routed: Routed, calls: Sequence[Call[Any]], *how: Any) -> 
         for i, outcome in zip(places, evaluate(wire, [calls[i] for i in places], *how), strict=True):
             outcomes[i] = outcome
             if isinstance(outcome, LedgerUnavailable) and outcome.unknown:
-                routed.doubt()
+                routed.doubt(calls[i].row)
             if not was_redirected(outcome):
                 alone.discard(i)
     for i in alone:

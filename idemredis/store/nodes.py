@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import redis
 from redis import RedisCluster
 
+from ..core.tracebacks import hides_arguments
 from ..errors import LedgerUnavailable
 from . import clients
 from .clients import Client
@@ -30,12 +31,11 @@ __all__ = [
     "send_async",
 ]
 
-_POOL_OWN = ("maint_", "orig_", "himport_")  # what redis-py's own pool adds to the options that it was given
-
 Node: TypeAlias = Any
 """A `redis.Redis` of one server; its commands come in too many shapes to be typed."""
 
 
+@hides_arguments
 def connect(url: str, socket_timeout: float = clients.SOCKET_TIMEOUT) -> Client:
     """Make a client for the server at the URL; where that is one of a cluster, for the whole cluster.
 
@@ -142,10 +142,7 @@ def own_client(node: Node) -> Node:
 
     A connection that speaks RESP2 gets the names of written rows as messages of a channel.
     """
-    pool = node.connection_pool
-    kept = {name: value for name, value in node.get_connection_kwargs().items() if not name.startswith(_POOL_OWN)}
-    options = {**kept, "protocol": 2}
-    return redis.Redis(connection_pool=redis.ConnectionPool(connection_class=pool.connection_class, **options))
+    return clients.own(node, protocol=2)
 
 
 def one_connection(node: Node) -> Node:

@@ -9,6 +9,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import redis
@@ -17,9 +18,10 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import MaxConnectionsError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from ..core.tracebacks import without_frames
 from . import clients
 from .deadline import TICK, bound, connect_by, overdue
-from .errors import CLOSED, ERRORS, OutOfStep, PoolExhausted, closed, note_unsent
+from .errors import CLOSED, ERRORS, OutOfStep, PoolExhausted, closed, is_no_primary, note_unsent
 
 __all__ = ["AsyncWire", "Trip", "Wire", "Words", "bulk", "encode"]
 
@@ -54,10 +56,14 @@ class Wire:
     """The way to one server, over the pool of a sync client."""
 
     def __init__(self, client: Any, timeout: float = clients.SOCKET_TIMEOUT) -> None:
-        self.client = client
+        self.client = client = clients.uncached(client)
         self.timeout = clients.deadline(client, timeout)
         self._blocking = isinstance(client.connection_pool, redis.BlockingConnectionPool)
+        self._left_at = 0.0  # when a reply said that the server is no primary; older connections are closed
         bound(client.connection_pool)
+
+    def place(self, row: str) -> None:
+        """Return None: there is one server, which has every row."""
 
     def exchange(self, trip: Trip, until: float) -> list[Any]:
         """Send commands and return their replies; one that is an error is returned, not raised.
@@ -76,21 +82,27 @@ class Wire:
             overdue.add(connection, until)
             try:
                 connection.send_packed_command([packed])
-                replies, proven = [], True
+                replies, in_step = [], True
                 for token in tokens:
                     reply = _read(connection)
-                    proven = _in_step(reply, token) and proven
+                    in_step = _in_step(reply, token) and in_step
                     replies.append(reply)
-                if not proven:
+                if not in_step:
                     nonce = secrets.token_hex(8)
                     connection.send_packed_command([encode([("PING", nonce)])])
                     _verify(replies, _read(connection), nonce.encode())
+                if (not in_step or isinstance(replies[-1], ResponseError)) and _is_left(replies):
+                    connection.disconnect()
+                    self._leave()
             except BaseException as error:
                 connection.disconnect()
+                if is_no_primary(error):
+                    self._leave()
                 if not overdue.remove(connection) and isinstance(error, Exception):
                     raise RedisTimeoutError(f"Timeout reading from {clients.address(self.client)}") from error
                 if isinstance(error, CLOSED):
                     raise closed(error) from error
+                without_frames(error)
                 raise
             if not overdue.remove(connection):
                 connection.disconnect()
@@ -104,7 +116,11 @@ class Wire:
             while True:
                 try:
                     if not (self._blocking and pool.pool.empty()):
-                        return pool.get_connection()
+                        connection = pool.get_connection()
+                        if getattr(connection, "connected_at", 0.0) < self._left_at:
+                            connection.disconnect()
+                            self._connect(pool, connection)
+                        return connection
                 except MaxConnectionsError:
                     pass
                 except ERRORS as error:
@@ -116,6 +132,19 @@ class Wire:
         finally:
             connect_by.reset(by)
 
+    def _connect(self, pool: Any, connection: Any) -> None:
+        try:
+            connection.connect()
+        except BaseException:
+            pool.release(connection)
+            raise
+
+    def _leave(self) -> None:
+        """Close the pool's idle connections; those that are in use are closed before they are used again."""
+        self._left_at = time.monotonic()
+        with suppress(TypeError):  # redis-py 6's blocking pool can only close those in use with them
+            self.client.connection_pool.disconnect(inuse_connections=False)
+
 
 class AsyncWire:
     """The way to one server, over the pool of an asyncio client, or the node of a cluster's."""
@@ -123,6 +152,10 @@ class AsyncWire:
     def __init__(self, client: Any, timeout: float = clients.SOCKET_TIMEOUT) -> None:
         self.client = client
         self.timeout = clients.deadline(client, timeout)
+        self._left_at = 0.0
+
+    def place(self, row: str) -> None:
+        """Return None, as `Wire.place` does."""
 
     async def exchange(self, trip: Trip, until: float) -> list[Any]:
         """Send commands and return their replies, as `Wire.exchange` does."""
@@ -139,19 +172,25 @@ class AsyncWire:
             try:
                 await self._ready(connection)
                 await connection.send_packed_command(packed)
-                replies, proven = [], True
+                replies, in_step = [], True
                 for token in tokens:
                     reply = await _read_async(connection)
-                    proven = _in_step(reply, token) and proven
+                    in_step = _in_step(reply, token) and in_step
                     replies.append(reply)
-                if not proven:
+                if not in_step:
                     nonce = secrets.token_hex(8)
                     await connection.send_packed_command(encode([("PING", nonce)]))
                     _verify(replies, await _read_async(connection), nonce.encode())
+                if (not in_step or isinstance(replies[-1], ResponseError)) and _is_left(replies):
+                    await connection.disconnect(nowait=True)
+                    await self._leave()
             except BaseException as error:
                 await connection.disconnect(nowait=True)
+                if is_no_primary(error):
+                    await self._leave()
                 if isinstance(error, CLOSED):
                     raise closed(error) from error
+                without_frames(error)
                 raise
         finally:
             await self._release(connection)
@@ -175,13 +214,33 @@ class AsyncWire:
 
     async def _ready(self, connection: Any) -> None:
         try:
+            if self._left_at and getattr(connection, "connected_at", 0.0) < self._left_at:
+                await connection.disconnect(nowait=True)
+            if not connection.is_connected:
+                connection.connected_at = time.monotonic()
             if hasattr(self.client, "connection_pool"):
                 await self.client.connection_pool.ensure_connection(connection)
             else:
                 await connection.connect()
-        except ERRORS as error:
-            note_unsent(error)
+        except BaseException as error:
+            if isinstance(error, ERRORS):
+                note_unsent(error)
+            without_frames(error)
             raise
+
+    async def _leave(self) -> None:
+        """Close the pool's idle connections; those that are in use are closed before they are used again."""
+        self._left_at = time.monotonic()
+        pool = getattr(self.client, "connection_pool", None)
+        idle: list[Any] = []
+        with suppress(MaxConnectionsError, RedisConnectionError):
+            while pool is not None:
+                idle.append(pool.get_available_connection())
+                if not idle[-1].is_connected:
+                    break
+                await idle[-1].disconnect(nowait=True)
+        for connection in idle:
+            await self._release(connection)
 
     async def _release(self, connection: Any) -> None:
         if hasattr(self.client, "connection_pool"):
@@ -206,6 +265,10 @@ async def _read_async(connection: Any) -> Any:
         return await connection.read_response(disable_decoding=True)
     except ResponseError as error:
         return error
+
+
+def _is_left(replies: Sequence[Any]) -> bool:
+    return any(isinstance(reply, ResponseError) and is_no_primary(reply) for reply in replies)
 
 
 def _in_step(reply: Any, token: bytes | None) -> bool:

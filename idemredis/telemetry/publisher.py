@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import json
 import logging
-import os
 import queue
 import threading
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from typing import Any
 from ..core.keys import row_prefix
 from ..events import Event
 from ..store.clients import Client
+from ..store.deadline import made_of
 from ..store.errors import ERRORS
 
 __all__ = ["Publisher", "channel"]
@@ -54,15 +54,19 @@ class Publisher:
         atexit.register(self.close)
 
     def _reset(self) -> None:
-        """Start with an empty queue, as a forked child must: queued events belong to the parent."""
-        self._process = os.getpid()
+        """Start with an empty queue and no thread.
+
+        So must a forked child, since queued events belong to the parent; and so must a process whose locks gevent has
+        replaced since. There, the thread of before publishes what it has, and then waits for the end of the process.
+        """
+        self._made_of = made_of()
         self._queue: queue.Queue[Event | None] = queue.Queue(MAX_QUEUED)
         self._lock = threading.RLock()  # reentrant: the garbage collector may emit an event while it is held
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Event) -> None:
         """Queue one event."""
-        if self._process != os.getpid():
+        if self._made_of != made_of():
             self._reset()
         if self._thread is None or not self._thread.is_alive():
             self._start()
@@ -84,11 +88,13 @@ class Publisher:
     def _start(self) -> None:
         with self._lock:
             if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="idemredis-publisher", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, args=(self._queue,), name="idemredis-publisher", daemon=True
+                )
                 self._thread.start()
 
-    def _run(self) -> None:
-        while (event := self._queue.get()) is not None:
+    def _run(self, events: queue.Queue[Event | None]) -> None:
+        while (event := events.get()) is not None:
             facts = {name: value for name, value in asdict(event).items() if value is not None}
             try:
                 self._client.execute_command("PUBLISH", self._channel, json.dumps(facts, separators=(",", ":")))

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -82,8 +83,17 @@ def test_a_worker_killed_anywhere_is_taken_over_after_its_lease_and_never_before
         ("waitress", {}),
         ("uwsgi", {"enable_threads": False}),
         ("uwsgi", {"enable_threads": True}),
+        ("uwsgi-gevent", {}),
     ],
-    ids=["sync preload", "gthread preload", "gevent preload", "waitress", "uwsgi", "uwsgi enable-threads"],
+    ids=[
+        "sync preload",
+        "gthread preload",
+        "gevent preload",
+        "waitress",
+        "uwsgi",
+        "uwsgi enable-threads",
+        "uwsgi gevent",
+    ],
 )
 def test_a_view_whose_process_is_killed_is_taken_over_after_its_lease_behind_every_server(
     worker: str, settings: dict[str, Any], make_service: MakeService, clock: TurnedClock
@@ -98,6 +108,23 @@ def test_a_view_whose_process_is_killed_is_taken_over_after_its_lease_behind_eve
     assert (answer.status, answer.json["generation"]) == (201, 2)
     assert service.notes(key) == ["begun", "died in-the-view", "begun", "done"]
     assert service.post(key).headers["idempotent-replayed"] == "true"
+
+
+@pytest.mark.parametrize(("worker", "settings"), [("gevent", {"preload": True}), ("uwsgi-gevent", {})])
+def test_requests_run_side_by_side_where_gevent_has_replaced_the_threads_after_the_application_was_loaded(
+    worker: str, settings: dict[str, Any], make_service: MakeService
+) -> None:
+    service = make_service(worker, lease=LONG, workers=1, **settings)
+    keys = [f"key-{n}" for n in range(10)]
+    with ExitStack() as stack:
+        connections = [stack.enter_context(service.send(key, "/held")) for key in keys]
+        wait_until(lambda: len(service.runs()) == len(keys))  # all of them are in their views
+        for key in keys:
+            service.let_go(key)
+        answers = [read_answer(connection) for connection in connections]
+    assert [answer.status for answer in answers] == [201] * len(keys)
+    assert [service.post(key, "/held").headers["idempotent-replayed"] for key in keys] == ["true"] * len(keys)
+    assert "Traceback" not in service.log
 
 
 @pytest.mark.parametrize("worker", WORKERS)

@@ -119,6 +119,7 @@ except BaseException as error:
 )
 
 
+@pytest.mark.slow
 def test_a_child_forked_without_pythons_hooks_renews_its_own_leases(valkey_server: Server, namespace: str) -> None:
     assert script(BARE_FORK, valkey_server, namespace) == "the child's lease was renewed\n"
 
@@ -131,7 +132,9 @@ if sys.argv[3] == "first":
     from gevent import monkey
     monkey.patch_all()
 from idemredis import Ledger, Policy, Reservation, StoredResponse
-ledger = Ledger.from_url(f"redis://127.0.0.1:{sys.argv[1]}/0", policy=Policy(lease=1.5), namespace=sys.argv[2])
+ledger = Ledger.from_url(
+    f"redis://127.0.0.1:{sys.argv[1]}/0", policy=Policy(lease=1.5), namespace=sys.argv[2], socket_timeout=20.0
+)
 if sys.argv[4] == "used":
     r = ledger.claim("worker", "before", "f")
     ledger.start_heartbeat(r)
@@ -159,6 +162,7 @@ print(sum(ledger.read("worker", f"k{i}").status == "completed" for i in range(20
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patched", ["first", "last"])
 @pytest.mark.parametrize("before", ["used", "unused"])
 def test_greenlets_share_a_ledger_whether_gevent_patches_before_or_after_it_is_made(
@@ -250,6 +254,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize(("server", "end"), [("back", "completed"), ("away", "completion_lost")])
 def test_a_child_of_multiprocessing_stores_what_waits_or_says_that_it_is_lost(

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import pty
+import pwd
 import re
 import subprocess
 import sys
@@ -29,6 +30,8 @@ from idemredis.operating.cli import main
 from idemredis.operating.in_flask import commands
 from tests.support.place import Place, Run
 from tests.support.servers import Server
+
+USER = pwd.getpwuid(os.getuid()).pw_name
 
 ODD = ("a*b:c", "k {1} ?[x] % :", "op:1")
 ANSWER = StoredResponse(201, (("content-type", "text/plain"),), b"the secret")
@@ -360,10 +363,26 @@ def test_each_settling_writes_one_audit_line_without_key_or_principal(
     run("forget", "acct_secret", "key-2", "--yes", env=env)
     lines = log.read_text().splitlines()
     for line, action, name in zip(lines, ("release", "resolve", "forget"), names, strict=True):
-        assert f"{action} by ops: row {digest(name)} generation 1: done" in line
+        assert f"{action} by {USER}: row {digest(name)} generation 1: done" in line
     assert "secret" not in log.read_text()
     assert "key-" not in log.read_text()
     assert logging.getLogger("idemredis.audit").handlers == []
+
+
+FORGED = "ops: row 000000000000 generation 1: done\n2026-12-01 00:00:00,000 idemredis.audit forget by alice\x1b[2J"
+
+
+@pytest.mark.parametrize("name", ["LOGNAME", "USER", "LNAME", "USERNAME", "SUDO_USER"])
+def test_an_audit_line_names_the_kernels_user_and_cannot_be_forged(
+    place: Place, run: Run, ledger: Ledger, tmp_path: Path, name: str
+) -> None:
+    log = tmp_path / "audit.log"
+    stale(ledger, "acct_1", "k")
+    run("forget", "acct_1", "k", "--yes", env={"IDEMREDIS_AUDIT_LOG": str(log), name: FORGED})
+    [line] = log.read_text().splitlines()
+    assert re.search(rf"idemredis\.audit forget by {USER}(?: \(SUDO_USER .{{,32}}\))?: row ", line)
+    assert "alice" not in line
+    assert line.isprintable()
 
 
 # When it goes wrong

@@ -18,7 +18,7 @@ from redis.retry import Retry
 from idemredis import Event, FencedOut, LedgerUnavailable, Policy, Replay, Reservation, StoredResponse
 from idemredis.core.scripts import load
 from tests.support.clock import TurnedClock
-from tests.support.proxy import Proxy
+from tests.support.proxy import Fate, Proxy
 from tests.support.servers import Server
 from tests.support.subject import AnyServer, MakeSubject, Mode, Subject
 from tests.support.waiting import wait_until
@@ -155,6 +155,42 @@ def test_a_claim_that_stays_unknown_is_released_so_that_the_next_retry_runs(wire
     assert unavailable.value.unknown
     assert wire.names() == ["unavailable"]
 
+    wait_until(lambda: wire.row()[b"owner"] == b"")
+    assert wire.near.claimed(*ROW, "f").generation == 2
+
+
+CLIENTS: list[Callable[[Mode], dict[str, Any]]] = [
+    no_retries,
+    lambda mode: {"retry": Retry(NoBackoff(), 5) if mode == "sync" else redis.asyncio.retry.Retry(NoBackoff(), 5)},
+    lambda mode: {},
+]
+
+
+@pytest.mark.parametrize("options", CLIENTS, ids=["without_retries", "with_retries", "as_redis_py_makes_it"])
+def test_a_claim_whose_reply_was_lost_is_unknown_whatever_the_next_reply_says(
+    wired: Wired, mode: Mode, options: Callable[[Mode], dict[str, Any]]
+) -> None:
+    """The first try ran. The second one gets an error, which says only that the second did not run."""
+    wire = wired("claim", **options(mode))
+    admin = wire.near.client
+    sent: list[Fate] = []
+
+    def choose() -> Fate:
+        sent.append("pass" if sent else "lose reply")
+        if sent[-1] == "pass":
+            admin.config_set("min-replicas-to-write", 1)
+        return sent[-1]
+
+    wire.proxy.choose(choose)
+    try:
+        with pytest.raises(LedgerUnavailable, match=r"NOREPLICAS|Not enough good replicas") as unavailable:
+            wire.far.claim(*ROW, "f")
+        assert unavailable.value.unknown
+        assert "the reply to an earlier try was lost; it is not known whether it ran" in str(unavailable.value)
+        assert sent == ["lose reply", "pass"]
+        assert wire.row()[b"owner"] != b""
+    finally:
+        admin.config_set("min-replicas-to-write", 0)
     wait_until(lambda: wire.row()[b"owner"] == b"")
     assert wire.near.claimed(*ROW, "f").generation == 2
 

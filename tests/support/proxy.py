@@ -17,10 +17,16 @@ Fate: TypeAlias = Literal["pass", "lose request", "lose reply", "cut reply"] | f
 
 
 class Proxy:
-    """Forward bytes both ways; only requests that contain `matching` (by default EVAL and EVALSHA) are disturbed."""
+    """Forward bytes both ways; only requests that contain `matching` (by default EVAL and EVALSHA) are disturbed.
 
-    def __init__(self, target_port: int, matching: bytes = b"EVAL") -> None:
+    `rewrite` changes what a server sends.
+    """
+
+    def __init__(
+        self, target_port: int, matching: bytes = b"EVAL", rewrite: Callable[[bytes], bytes] | None = None
+    ) -> None:
         self._target = target_port
+        self._rewrite = rewrite or (lambda data: data)
         self._matching = matching
         self._lock = threading.Lock()
         self._fates: list[Fate] = []
@@ -65,6 +71,10 @@ class Proxy:
                 for end in self._open:
                     with suppress(OSError):
                         end.shutdown(socket.SHUT_RDWR)
+
+    def switch(self, target_port: int) -> None:
+        """Lead new connections to another server; those that are open stay where they are."""
+        self._target = target_port
 
     def hold(self, holding: bool = True) -> None:
         """Hold back every reply until `hold(False)`: the server runs the requests, and their clients wait."""
@@ -121,6 +131,7 @@ class Proxy:
                                 self._closing.wait(fate)
                             far.sendall(data)
                             continue
+                        data = self._rewrite(data)
                         self._flowing.wait()
                         if fate == "lose reply":
                             return

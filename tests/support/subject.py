@@ -167,6 +167,10 @@ class Subject:
         threading.Thread(target=run, name="subject", daemon=True).start()
         return future
 
+    def result(self, value: Any) -> Any:
+        """Return the value; if it is a coroutine, return its result, run on the ledger's event loop."""
+        return self._loop.run(value) if self._loop is not None and asyncio.iscoroutine(value) else value
+
     def row(self, principal: object, key: str, operation: str = "") -> str:
         """Return the row's name."""
         return identify(self.namespace, principal, key, operation).row

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
+import redis
+import redis.asyncio
 from flask import Flask, request
 from opentelemetry.exporter.prometheus import PrometheusMetricReader
 from opentelemetry.sdk.metrics import MeterProvider
@@ -344,3 +346,36 @@ def test_levels_are_those_that_a_person_on_call_would_choose(
         "held_for_review": "ERROR",
         "fenced": "ERROR",
     }
+
+
+def test_tracers_that_wrap_redis_pys_commands_see_no_row(
+    mode: Mode, make_subject: MakeSubject, valkey_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ddtrace, Sentry and OpenTelemetry wrap these methods, and record their arguments."""
+    seen: list[object] = []
+
+    def wrap(owner: Any, method: str) -> None:
+        inner = getattr(owner, method)
+
+        def recorded(self: Any, *args: Any, **options: Any) -> Any:
+            seen.append((method, args))
+            return inner(self, *args, **options)
+
+        monkeypatch.setattr(owner, method, recorded)
+
+    subject = make_subject(mode, valkey_server)
+    for library in (redis, redis.asyncio):
+        wrap(library.Redis, "execute_command")
+        wrap(library.RedisCluster, "execute_command")
+        for pipeline in (library.client.Pipeline, library.cluster.ClusterPipeline):
+            wrap(pipeline, "execute")
+        wrap(library.client.Pipeline, "immediate_execute_command")
+    r = subject.claimed("secret-principal", "secret-key", "f")
+    subject.checkpoint(r, "charged", {"charge": "secret-charge"})
+    subject.renew(r)
+    subject.complete(r, StoredResponse(201, (), b"secret-body"))
+    assert subject.read("secret-principal", "secret-key") is not None
+    subject.claim("secret-principal", "secret-key", "f")
+    assert seen == []
+    subject.client.hgetall(r.row)  # the application's own
+    assert seen == [("execute_command", ("HGETALL", r.row))]
