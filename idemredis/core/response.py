@@ -19,6 +19,7 @@ __all__ = [
     "REPLAY_HEADERS",
     "Omission",
     "StoredResponse",
+    "deliverable",
     "filter_headers",
     "storable_names",
 ]
@@ -177,6 +178,12 @@ def storable_names(names: Iterable[str]) -> frozenset[str]:
 def filter_headers(headers: Iterable[tuple[str, str]], replayed: frozenset[str]) -> tuple[tuple[str, str], ...]:
     """Return the headers to store, in their order; repeated headers stay repeated."""
     return tuple([pair for pair in headers if pair[0].lower() in replayed])
+
+
+@lru_cache(HEADER_CACHE)
+def deliverable(headers: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Return the headers without those that are never stored; a worker or a person may have stored them."""
+    return tuple([pair for pair in headers if pair[0].lower() not in _NEVER_KEPT])
 
 
 @lru_cache(HEADER_CACHE)
