@@ -106,7 +106,7 @@ class EventEmitter:
         self._observers = tuple(observers)
         self._log_keys = log_keys
         self._failed: set[int] = set()
-        self._timers: list[Any] = [
+        self.timers: list[Any] = [
             observer for observer in self._observers if callable(getattr(observer, "timed", None))
         ]
 
@@ -127,7 +127,7 @@ class EventEmitter:
 
     def timed(self, script: str, sent: float, outcome: object) -> None:
         """Report a script's duration and kind of outcome to the observers that have a method `timed`."""
-        for timer in self._timers:
+        for timer in self.timers:
             self._notify(
                 timer, timer.timed, script, time.monotonic() - sent, type(outcome).__name__.removeprefix("Async")
             )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ..errors import CorruptRow, FencedOut, LedgerUnavailable, NotDurable
@@ -87,7 +88,8 @@ class Sleep(NamedTuple):
     seconds: float
 
 
-class Emit(NamedTuple):
+@dataclass(slots=True)
+class Emit:
     """Emit an event."""
 
     event: EventName
@@ -321,25 +323,23 @@ def _end(r: Reservation, call: Call[Done | Fenced], event: EventName, retry: Cal
         if not isinstance(error, CorruptRow):
             yield retry()
         if isinstance(error, LedgerUnavailable):
-            yield _emit("unavailable", r)._replace(reason=error.reason)
+            yield Emit("unavailable", r.identity, r.generation, r.route, error.reason)
         if isinstance(error, CorruptRow):
-            yield _emit("corrupt", r)._replace(reason=error.why)
+            yield Emit("corrupt", r.identity, r.generation, r.route, error.why)
         raise
-    yield from _raise_if_fenced(r, outcome)
+    if isinstance(outcome, Fenced):
+        yield from _mark_fenced(r)
+        raise_if_fenced(r)
     yield _emit(event, r)
 
 
 def _extend(r: Reservation, call: Call[Renewed | Fenced]) -> Flow[None]:
     outcome = yield from _retry_once(call)
-    yield from _raise_if_fenced(r, outcome)
-    assert isinstance(outcome, Renewed)
-    r.lease.expires_at = outcome.expires_at
-
-
-def _raise_if_fenced(r: Reservation, outcome: object) -> Flow[None]:
     if isinstance(outcome, Fenced):
         yield from _mark_fenced(r)
         raise_if_fenced(r)
+    else:
+        r.lease.expires_at = outcome.expires_at
 
 
 def _may_have_run(error: BaseException) -> bool:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
-from ..errors import CorruptRow, LedgerUnavailable, NotDurable
+from ..errors import CorruptRow, NotDurable
 from .keys import Identity
 from .outcomes import Done, Fenced, InProgress, Lost, Renewed, Replay, Reused, Row, Stale, Survey, SurveyedRow
 from .reservation import Lease, Reservation
@@ -38,6 +40,9 @@ T = TypeVar("T")
 MAX_DIGITS = 15
 """Digits of an integer that a double, and so Lua and JSON, represents exactly."""
 
+PERIODS = 64
+"""Leases and retentions in milliseconds that are kept as text."""
+
 MakeReservation: TypeAlias = Callable[..., Reservation]
 """Called with the arguments of `Reservation`; a ledger adds its `save`."""
 
@@ -46,28 +51,26 @@ Reply = Sequence[Any]  # a word, the call's token, then bytes and integers
 _reads = count(1)  # tokens of this process's reads, which have no owner
 
 
-class Call(NamedTuple, Generic[T]):
-    """One script to run on one row. The reply repeats `token`, so that the reply to another call is detected."""
+@dataclass(slots=True)
+class Call(Generic[T]):
+    """One script to run on one row.
+
+    Attributes:
+        script: its name.
+        row: the row's name.
+        token: what the reply repeats, so that the reply to another call is detected.
+        args: its arguments.
+        decode: turns the reply into the outcome. Its second argument is when the call was sent, by the local monotonic
+            clock. It raises `CorruptRow` for a row that was not written by this ledger, or was edited.
+        durable: it takes effect only once `min_replicas` replicas have it.
+    """
 
     script: str
     row: str
     token: str
     args: tuple[str | bytes | int, ...]
     decode: Callable[[Reply, float], T]
-    durable: bool = False  # takes effect only once `min_replicas` replicas have it
-
-    def outcome(self, reply: Reply, sent: float) -> T:
-        """Decode the reply to this call, which was sent at `sent` by the local monotonic clock.
-
-        Raises:
-            CorruptRow: the row was not written by this ledger, or was edited.
-            LedgerUnavailable: the reply belongs to another call.
-        """
-        if reply[1] != self.token.encode():
-            raise LedgerUnavailable(
-                f"the reply to {self.script} belongs to another call; the connection is out of sync"
-            )
-        return self.decode(reply, sent)
+    durable: bool = False
 
 
 def claim(
@@ -85,8 +88,9 @@ def claim(
             case b"claimed":
                 return _reservation(make, identity, owner, fingerprint, lease, route, reply, sent)
             case b"replay":
-                _, _, status, generation, *response = reply
-                return Replay(StoredResponse.decode(*response), int(generation), status == b"failed")
+                _, _, generation, code, headers, body, *unusual = reply
+                omitted, status = unusual or (b"", b"completed")
+                return Replay(StoredResponse.decode(code, headers, body, omitted), int(generation), status == b"failed")
             case b"in_progress":
                 return InProgress(int(reply[2]) / 1000)
             case b"stale":
@@ -97,8 +101,8 @@ def claim(
             case _:
                 raise CorruptRow(reply[2].decode())
 
-    times = (milliseconds(lease), milliseconds(retention), milliseconds(created_at))
-    return Call("claim", identity.row, owner, (owner, fingerprint, *times, route), decode, durable=True)
+    args = (owner, fingerprint, _period(lease), _period(retention), milliseconds(created_at), route)
+    return Call("claim", identity.row, owner, args, decode, True)
 
 
 def takeover(
@@ -116,8 +120,8 @@ def takeover(
             return Lost()
         return _reservation(make, identity, owner, fingerprint, lease, route, reply, sent)
 
-    args = (generation, owner, fingerprint, milliseconds(lease), milliseconds(retention))
-    return Call("takeover", identity.row, owner, args, decode, durable=True)
+    args = (generation, owner, fingerprint, _period(lease), _period(retention))
+    return Call("takeover", identity.row, owner, args, decode, True)
 
 
 def complete(r: Reservation, response: StoredResponse, retention: float) -> Call[Done | Fenced]:
@@ -129,18 +133,18 @@ def fail(r: Reservation, response: StoredResponse, retention: float) -> Call[Don
 
 
 def release(identity: Identity, generation: int, owner: str, retention: float) -> Call[Done | Fenced]:
-    return Call("release", identity.row, owner, (generation, owner, milliseconds(retention)), _done)
+    return Call("release", identity.row, owner, (generation, owner, _period(retention)), _done)
 
 
 def renew(r: Reservation, retention: float) -> Call[Renewed | Fenced]:
     lease = r.lease.duration
-    args = (r.generation, r.owner, milliseconds(lease), milliseconds(retention))
+    args = (r.generation, r.owner, _period(lease), _period(retention))
     return Call("renew", r.identity.row, r.owner, args, _renewed(lease))
 
 
 def checkpoint(r: Reservation, name: str, data: str, retention: float) -> Call[Renewed | Fenced]:
     lease = r.lease.duration
-    args = (r.generation, r.owner, milliseconds(lease), milliseconds(retention), name, data, r.lease.next_checkpoint())
+    args = (r.generation, r.owner, _period(lease), _period(retention), name, data, r.lease.next_checkpoint())
     return Call("checkpoint", r.identity.row, r.owner, args, _renewed(lease))
 
 
@@ -206,9 +210,15 @@ def milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
 
 
+@lru_cache(PERIODS)
+def _period(seconds: float) -> str:
+    """Return a lease or retention as the scripts read it; a service has few."""
+    return str(milliseconds(seconds))
+
+
 def _finish(script: str, r: Reservation, response: StoredResponse, retention: float) -> Call[Done | Fenced]:
-    args = (r.generation, r.owner, milliseconds(retention), *response.encode())
-    return Call(script, r.identity.row, r.owner, args, _done, durable=True)
+    args = (r.generation, r.owner, _period(retention), *response.encode())
+    return Call(script, r.identity.row, r.owner, args, _done, True)
 
 
 def _reservation(

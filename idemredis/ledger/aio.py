@@ -25,7 +25,7 @@ from ..inspection import PINGED, SAMPLE
 from ..store import clients
 from ..store.clients import AsyncClient
 from ..store.cluster import wire
-from ..store.evaluate import evaluate_async, raised
+from ..store.evaluate import evaluate_async, evaluate_call_async, raised
 from .base import BaseLedger, reserved
 from .current import running
 from .once import ClaimArguments, Once, OnceOptions, after_error, check_on_error, completed
@@ -466,7 +466,9 @@ class AsyncLedger(BaseLedger[AsyncClient]):
                 try:
                     match step:
                         case Call():
-                            outcome = (await self._evaluate([step]))[0]
+                            sent = time.monotonic()
+                            outcome = await evaluate_call_async(self._wire_here(), step, self._scripts, self.policy)
+                            self._emit.timed(step.script, sent, outcome)
                             if task is not None and task.cancelling() > cancellations:
                                 raise asyncio.CancelledError  # the client swallowed it, as redis-py does on Python 3.11
                             result = raised(outcome)

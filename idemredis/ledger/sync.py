@@ -21,7 +21,7 @@ from ..errors import EffectDone, FencedOut
 from ..inspection import PINGED, SAMPLE
 from ..store import clients
 from ..store.clients import Client
-from ..store.evaluate import evaluate, raised
+from ..store.evaluate import evaluate, evaluate_call, raised
 from .base import BaseLedger, reserved
 from .current import running
 from .once import ClaimArguments, Once, OnceOptions, after_error, check_on_error, completed
@@ -430,7 +430,11 @@ class Ledger(BaseLedger[Client]):
                 try:
                     match step:
                         case Call():
-                            result = raised(self._evaluate([step])[0])
+                            sent = time.monotonic()
+                            outcome = evaluate_call(self._wire, step, self._scripts, self.policy)
+                            if self._emit.timers:
+                                self._emit.timed(step.script, sent, outcome)
+                            result = raised(outcome)
                         case Emit():
                             self._emit(step, began)
                             result = None

@@ -57,8 +57,8 @@ class Routed:
         lost: Exception | None = None
         first = True
         while True:
-            self._learn_of([trip.row], until)
-            place = self.place(trip.row)
+            self._learn_of([trip[0]], until)
+            place = self.place(trip[0])
             try:
                 replies = self._follow(trip, until)
             except ERRORS as error:
@@ -96,7 +96,7 @@ class Routed:
         return [(self._wire(node), places) for node, places in found.items()]
 
     def _follow(self, trip: Trip, until: float) -> list[Any]:
-        replies = self._wire(self._node(trip.row)).exchange(trip, until)
+        replies = self._wire(self._node(trip[0])).exchange(trip, until)
         for _ in range(REDIRECTS):
             redirect = redirection(replies)
             if redirect is None:
@@ -163,12 +163,12 @@ class AsyncRouted:
         lost: Exception | None = None
         first = True
         while True:
-            place = self.place(trip.row)
+            place = self.place(trip[0])
             try:
                 await self._within(until, self.client.initialize)
                 if place in self._doubted:
                     await self._learn(until)
-                place = self.place(trip.row)
+                place = self.place(trip[0])
                 replies = await self._follow(trip, until)
             except (*ERRORS, AttributeError) as caught:
                 error = caught if isinstance(caught, ERRORS) else closed(caught)
@@ -193,7 +193,7 @@ class AsyncRouted:
             return None
 
     async def _follow(self, trip: Trip, until: float) -> list[Any]:
-        replies = await self._ask(self.client.get_node_from_key(trip.row), trip, until)
+        replies = await self._ask(self.client.get_node_from_key(trip[0]), trip, until)
         for _ in range(REDIRECTS):
             redirect = redirection(replies)
             if redirect is None:
@@ -260,7 +260,8 @@ def redirection(replies: Sequence[Any]) -> AskError | None:
 def _asking(redirect: AskError, trip: Trip) -> Trip:
     if isinstance(redirect, MovedError):
         return trip
-    return trip._replace(packed=ASKING + trip.packed, tokens=(None, *trip.tokens))
+    row, packed, tokens = trip
+    return row, ASKING + packed, (None, *tokens)
 
 
 def _without_asking(redirect: AskError, replies: list[Any]) -> list[Any]:

@@ -205,7 +205,7 @@ async def send_async(wire: Any, commands: Sequence[Words]) -> list[Any]:
 def _trip(commands: Sequence[Words]) -> Trip:
     [name, *arguments] = commands[0]  # a cluster's have one row
     row = arguments[2 if name == "EVAL" else 0] if arguments else ""
-    return Trip(str(row), encode(commands), [None] * len(commands))
+    return str(row), encode(commands), [None] * len(commands)
 
 
 def _parsed(wire: Any, commands: Sequence[Words], replies: Sequence[Any]) -> list[Any]:

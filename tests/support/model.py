@@ -128,7 +128,9 @@ def _claim(
     if row.fingerprint != fingerprint:
         return row, (b"reused", owner)
     if row.answer is not None:
-        return row, (b"replay", owner, row.status.encode(), b"%d" % row.generation, *row.answer)
+        *response, omitted = row.answer
+        unusual = (omitted, row.status.encode()) if omitted or row.status == "failed" else ()
+        return row, (b"replay", owner, b"%d" % row.generation, *response, *unusual)
     if row.owner == owner:
         again = _restarted(row, now, retention)._replace(lease=int(lease))
         return again, _with_checkpoint(b"claimed", owner, again)
