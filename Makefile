@@ -9,8 +9,13 @@
 
 PYTHON ?= python3
 MINUTES ?= 5
+# More than a small machine has cores: half of the time, a test waits for a server, a lease or a process.
+WORKERS ?= 4
 BIN := .venv/bin
 READY := .venv/.ready
+
+# The suite starts some hundreds of Python processes. They share compiled modules, also where the shell says otherwise.
+unexport PYTHONDONTWRITEBYTECODE
 
 LINT := $(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
 
@@ -21,11 +26,11 @@ demo: $(READY)
 
 test: $(READY)
 	$(LINT)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n $(WORKERS)
 
 quick: $(READY)
 	$(LINT)
-	$(BIN)/pytest -n 2 -m "not slow"
+	$(BIN)/pytest -n $(WORKERS) -m "not slow"
 
 serve: $(READY)
 	@$(BIN)/python examples/serve.py

@@ -57,7 +57,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """A request and its key; every attempt sends the same key and the same bytes."""
+    """A request and its key; every attempt sends the same key and the same bytes, and for the same account."""
 
     name: str
     key: str
@@ -65,6 +65,7 @@ class Operation:
     url: str
     body: bytes
     answer: Answer | None = None
+    account: str = ""
 
     @property
     def headers(self) -> dict[str, str]:
@@ -79,15 +80,32 @@ class FateUnknown(Exception):
         self.operation = operation
 
 
-class Outbox:
-    """Operations in a SQLite file, so that a client that dies can send them again later with the same keys."""
+class AnotherAccount(Exception):
+    """The operation was begun for another account. Nothing was sent: log in as that account to finish it.
 
-    def __init__(self, path: str | Path) -> None:
+    A key belongs to the account that sends it. For another account the same key is another operation, so sending it
+    after another login would charge both accounts.
+    """
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__(f"{operation.name} was begun for the account {operation.account!r}; log in as that account")
+        self.operation = operation
+
+
+class Outbox:
+    """Operations in a SQLite file, so that a client that dies can send them again later with the same keys.
+
+    Make it anew at each login, with the account whose credentials the transport sends.
+    """
+
+    def __init__(self, path: str | Path, account: str = "") -> None:
         self._path = path
+        self.account = account
         with closing(sqlite3.connect(path)) as db, db:
             db.execute(
                 "CREATE TABLE IF NOT EXISTS operations (name TEXT PRIMARY KEY, key TEXT NOT NULL, method TEXT NOT NULL,"
-                " url TEXT NOT NULL, body BLOB NOT NULL, status INTEGER, headers TEXT, answer BLOB)"
+                " url TEXT NOT NULL, body BLOB NOT NULL, account TEXT NOT NULL,"
+                " status INTEGER, headers TEXT, answer BLOB)"
             )
 
     def intend(self, name: str, method: str, url: str, value: object) -> Operation:
@@ -95,17 +113,25 @@ class Outbox:
 
         Raises:
             ValueError: another operation was saved under that name.
+            AnotherAccount: it was saved for another account.
         """
-        new = (name, str(uuid.uuid4()), method, url, json.dumps(value).encode())
+        new = (name, str(uuid.uuid4()), method, url, json.dumps(value).encode(), self.account)
         with closing(sqlite3.connect(self._path)) as db, db:
             db.execute(
-                "INSERT INTO operations (name, key, method, url, body) VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
+                "INSERT INTO operations (name, key, method, url, body, account) VALUES (?, ?, ?, ?, ?, ?)"
+                " ON CONFLICT DO NOTHING",
                 new,
             )
             found = _operation(*db.execute("SELECT * FROM operations WHERE name = ?", (name,)).fetchone())
-        if (found.method, found.url, found.body) != new[2:]:
+        self.check(found)
+        if (found.method, found.url, found.body) != new[2:5]:
             raise ValueError(f"{name} was meant to be {found.method} {found.url} {found.body!r}")
         return found
+
+    def check(self, operation: Operation) -> None:
+        """Raise `AnotherAccount` if the operation is not of the account that is logged in."""
+        if operation.account != self.account:
+            raise AnotherAccount(operation)
 
     def settle(self, operation: Operation, answer: Answer) -> None:
         """Save the final response."""
@@ -114,17 +140,26 @@ class Outbox:
             db.execute("UPDATE operations SET status = ?, headers = ?, answer = ? WHERE name = ?", kept)
 
     def unsettled(self) -> list[Operation]:
-        """Return the operations without a final response, oldest first, to send again when the client starts."""
+        """Return this account's operations without a final response, oldest first, to send again at the start."""
+        query = "SELECT * FROM operations WHERE status IS NULL AND account = ? ORDER BY rowid"
         with closing(sqlite3.connect(self._path)) as db:
-            rows = db.execute("SELECT * FROM operations WHERE status IS NULL ORDER BY rowid").fetchall()
+            rows = db.execute(query, (self.account,)).fetchall()
         return [_operation(*row) for row in rows]
 
 
 def _operation(
-    name: str, key: str, method: str, url: str, body: bytes, status: int | None, headers: str, answer: bytes
+    name: str,
+    key: str,
+    method: str,
+    url: str,
+    body: bytes,
+    account: str,
+    status: int | None,
+    headers: str,
+    answer: bytes,
 ) -> Operation:
     settled = None if status is None else Answer(status, json.loads(headers), answer)
-    return Operation(name, key, method, url, body, settled)
+    return Operation(name, key, method, url, body, settled, account)
 
 
 # --- decisions ------------------------------------------------------------------------------------------------------
@@ -172,7 +207,9 @@ def send(
 
     Raises:
         FateUnknown: there was no final response in time.
+        AnotherAccount: the operation is of another account than the outbox, whose account is logged in.
     """
+    outbox.check(operation)
     if operation.answer:
         return operation.answer
     until = time.monotonic() + ALL_TRIES_WITHIN
@@ -198,7 +235,9 @@ async def send_async(
 
     Raises:
         FateUnknown: there was no final response in time.
+        AnotherAccount: the operation is of another account than the outbox, whose account is logged in.
     """
+    outbox.check(operation)
     if operation.answer:
         return operation.answer
     until = time.monotonic() + ALL_TRIES_WITHIN
@@ -293,7 +332,7 @@ def _answer(status: int, headers: Mapping[str, str], body: bytes) -> Answer:
 
 
 def main(url: str, name: str, amount: str) -> None:
-    outbox = Outbox("outbox.sqlite3")
+    outbox = Outbox("outbox.sqlite3", "alice")
     meant = (name, "POST", f"{url.rstrip('/')}/charges", {"card": "tok_visa", "amount": int(amount)})
     outbox.intend(*meant)
     with httpx.Client(headers={"Authorization": "Bearer alice-token"}) as client:

@@ -6,6 +6,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,9 @@ def test_every_python_snippet_runs(document: Path, valkey_server: Server, capsys
     for number, code in enumerate(blocks(document, "python"), 1):
         names: dict[str, Any] = {"__name__": f"snippet_{number}"}
         there = code.replace("redis://localhost:6379/0", valkey_server.url)
+        if "sentry_sdk.init" in there:  # it changes the process for good
+            subprocess.run([sys.executable, "-c", there], cwd=ROOT, check=True)
+            continue
         exec(compile(there, f"{document.name}, snippet {number}", "exec", dont_inherit=True), names)
 
 
@@ -50,6 +55,28 @@ def test_the_flask_snippet_charges_once(valkey_server: Server) -> None:
     assert again.data == first.data
     assert again.headers["Idempotent-Replayed"] == "true"
     assert client.post("/charges", json={"amount": 6}, headers=request["headers"]).status_code == 409
+
+
+@pytest.mark.parametrize("settings", [{"FAIL_OPEN": True}, {"REQUIRED": False}, {"MODE": "off"}], ids=str)
+def test_the_flask_snippet_runs_unprotected_where_the_settings_say_so(settings: dict[str, Any]) -> None:
+    code = next(code for code in blocks(ROOT / "README.md", "python") if "Flask(" in code)
+    there = ", ".join(["IDEMREDIS_URL='redis://127.0.0.1:1/0'", *(f"IDEMREDIS_{k}={v!r}" for k, v in settings.items())])
+    (set_url,) = re.findall(r'^app\.config\["IDEMREDIS_URL"\] = .*$', code, re.MULTILINE)
+    names: dict[str, Any] = {"__name__": "app"}
+    exec(code.replace(set_url, f"app.config.update({there})"), names)
+    headers = {"Authorization": "Bearer alice-token"} | ({} if "REQUIRED" in settings else {"Idempotency-Key": "k"})
+    answer = names["app"].test_client().post("/charges", json={"amount": 5}, headers=headers)
+    assert (answer.status_code, answer.get_json()["charged"]) == (201, 5)
+    assert answer.headers.get("Idempotency-Status") == (None if "MODE" in settings else "unprotected")
+
+
+def test_the_support_table_is_what_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pythons, flask, client, *_ = table("Install")[0]
+    declared = [line.rsplit(" ", 1)[1] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    lowest = dict(requirement.split(">=") for requirement in project["dependencies"])
+    assert pythons.split(", ") == declared
+    assert (flask.split()[0], client.split(",")[0]) == (lowest["flask"], lowest["redis"])
 
 
 @pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-cli is not installed; the servers here have none")

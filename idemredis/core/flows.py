@@ -15,7 +15,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Generator
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ..errors import CorruptRow, FencedOut, LedgerUnavailable, NotDurable
 from ..events import EventName
@@ -32,6 +33,7 @@ __all__ = [
     "Flow",
     "GivenUp",
     "InBackground",
+    "Room",
     "Sleep",
     "Step",
     "checkpoint",
@@ -70,13 +72,24 @@ STORE_WITHIN = 300.0
 """Seconds for which a completion is retried. It bounds the memory that unstored responses take."""
 
 
+class Room(Protocol):
+    """Decides whether one more duplicate may wait; `leave` follows each `enter` that returned True."""
+
+    def enter(self, identity: Identity) -> bool:
+        """Return whether there is room."""
+
+    def leave(self, identity: Identity) -> None:
+        """Give the place back."""
+
+
 class Sleep(NamedTuple):
     """Wait this long; the result is the local monotonic clock afterwards."""
 
     seconds: float
 
 
-class Emit(NamedTuple):
+@dataclass(slots=True)
+class Emit:
     """Emit an event."""
 
     event: EventName
@@ -115,11 +128,17 @@ def claim(
     created_at: float,
     route: str,
     make: MakeReservation = Reservation,
+    room: Room | None = None,
 ) -> Flow[Outcome]:
-    """Reserve the row, taking it over if it is stale; otherwise return its state, after waiting up to `wait` s."""
+    """Reserve the row, taking it over if it is stale; otherwise return its state, after waiting up to `wait` s.
+
+    Where a `room` is given and has no place, it does not wait.
+    """
     call = operations.claim(identity, owner, fingerprint, lease, policy.retention, created_at, route, make)
     races = 0
+    released = False
     began: float | None = None
+    entered = False
     requested = 1  # generation that this attempt owns if the reply is lost; 0 while no call is outstanding
     try:
         while True:
@@ -129,7 +148,7 @@ def claim(
                 if outcome.refusal is not None:  # a takeover would fence the owner, and then not count
                     requested = 0
                     raise outcome.refusal
-                requested = outcome.generation + 1
+                requested, released = outcome.generation + 1, outcome.released
                 outcome = yield from _retry_once(
                     operations.takeover(
                         identity, outcome.generation, owner, fingerprint, lease, policy.retention, route, make
@@ -143,6 +162,10 @@ def claim(
             if isinstance(outcome, (Stale, Lost)):
                 outcome = InProgress(0.0, stale=True)
             if isinstance(outcome, InProgress) and wait > 0 and not (outcome.stale and not takeover):
+                if room is not None and not entered:
+                    entered = room.enter(identity)
+                    if not entered:
+                        break
                 now: float = yield Sleep(0.0)
                 began = now if began is None else began
                 left = began + wait - now
@@ -156,8 +179,13 @@ def claim(
             yield _release_later(identity, requested, owner, lease, policy)
         if isinstance(error, LedgerUnavailable):
             yield Emit("unavailable", identity, route=route, reason=error.reason)
+        if isinstance(error, CorruptRow):
+            yield Emit("corrupt", identity, route=route, reason=error.why)
         raise
-    yield _claim_event(identity, outcome, route)
+    finally:
+        if room is not None and entered:
+            room.leave(identity)
+    yield _claim_event(identity, outcome, route, released)
     return outcome
 
 
@@ -295,23 +323,23 @@ def _end(r: Reservation, call: Call[Done | Fenced], event: EventName, retry: Cal
         if not isinstance(error, CorruptRow):
             yield retry()
         if isinstance(error, LedgerUnavailable):
-            yield _emit("unavailable", r)._replace(reason=error.reason)
+            yield Emit("unavailable", r.identity, r.generation, r.route, error.reason)
+        if isinstance(error, CorruptRow):
+            yield Emit("corrupt", r.identity, r.generation, r.route, error.why)
         raise
-    yield from _raise_if_fenced(r, outcome)
+    if isinstance(outcome, Fenced):
+        yield from _mark_fenced(r)
+        raise_if_fenced(r)
     yield _emit(event, r)
 
 
 def _extend(r: Reservation, call: Call[Renewed | Fenced]) -> Flow[None]:
     outcome = yield from _retry_once(call)
-    yield from _raise_if_fenced(r, outcome)
-    assert isinstance(outcome, Renewed)
-    r.lease.expires_at = outcome.expires_at
-
-
-def _raise_if_fenced(r: Reservation, outcome: object) -> Flow[None]:
     if isinstance(outcome, Fenced):
         yield from _mark_fenced(r)
         raise_if_fenced(r)
+    else:
+        r.lease.expires_at = outcome.expires_at
 
 
 def _may_have_run(error: BaseException) -> bool:
@@ -381,10 +409,13 @@ def _late(r: Reservation) -> Emit:
     return _emit("heartbeat_late", r)
 
 
-def _claim_event(identity: Identity, outcome: Outcome, route: str) -> Emit:
+def _claim_event(identity: Identity, outcome: Outcome, route: str, released: bool) -> Emit:
+    """Return the event of a claim; `released`: the attempt before gave the row up, if there was one."""
     match outcome:
+        case Reservation() if outcome.taken_over:
+            return _emit("retried" if released else "taken_over", outcome)
         case Reservation():
-            return _emit("taken_over" if outcome.taken_over else "claimed", outcome)
+            return _emit("claimed", outcome)
         case Replay():
             return Emit("replayed", identity, outcome.generation, route)
         case InProgress():

@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar, cast, overload
 from weakref import WeakSet
 
@@ -14,12 +15,13 @@ from flask import Blueprint, Flask, current_app, request
 from ..core.keys import valid_principal
 from ..core.reservation import Reservation
 from ..core.settle import ON_ERROR
+from ..core.tracebacks import hides_arguments
 from ..errors import ConfigurationError, InvalidPrincipal
 from ..events import Observer
 from ..ledger import Ledger
 from ..policy import check_seconds
 from ..store.clients import Client
-from ..web.settings import LEDGER_SETTINGS, PREFIX, Settings, check_options, in_settings
+from ..web.settings import LEDGER_SETTINGS, PREFIX, Settings, in_settings
 from ._exchange import current_answer, exchanges, process_response, request_context, watch
 from ._request import run_protected
 from ._state import EXTENSION, Options, State
@@ -43,14 +45,16 @@ class Idempotency:
         ledger: a `Ledger` to use in place of a client and of the settings that belong to a ledger.
         observers: called with each `Event`.
         problem: shapes refusals: `problem(code, status, message, facts)` is called within the request and returns what
-            a view might return. `facts` has further numbers, such as `lease_ms`. A Retry-After is added where the
-            refusal has one. If the function raises, the refusal is sent as it is without it.
+            a view might return. `facts` has further numbers, such as `lease_ms`. A Retry-After, and the Link to
+            `IDEMREDIS_DOCS_URL`, are added where the refusal has them. If the function raises, the refusal is sent as
+            it is without it.
 
     Raises:
         ConfigurationError: the constant is not a valid principal, `ledger` is not a `Ledger`, both `client` and
             `ledger` are given, `observers` and `ledger` are given, or `problem` is not a function.
     """
 
+    @hides_arguments
     def __init__(
         self,
         app: Flask | None = None,
@@ -100,7 +104,7 @@ class Idempotency:
                 f"{app.name!r} routes by host, so {PREFIX}FINGERPRINT_HEADERS must have 'host' in it; add it to "
                 f"{settings.fingerprint_headers!r}"
             )
-        state = State(self, self._make_ledger(settings), settings)
+        state = State(self, self._make_ledger(settings), replace(settings, url=None))
         for view in self.protected:
             _check_lease(getattr(view, OPTIONS), state.ledger.policy.retention, view.__qualname__)
         self._retention = min(self._retention, state.ledger.policy.retention)
@@ -185,26 +189,16 @@ class Idempotency:
                     f"{PREFIX}{doubled[0]} is the ledger's own setting; set it where the ledger is made"
                 )
             return self._ledger
-        make: Callable[..., Ledger]
-        if self._client is not None:
-            if settings.url is not None:
-                raise ConfigurationError(f"{PREFIX}URL and a client are both given; remove one")
-            make = functools.partial(Ledger, self._client)
-        elif settings.url is None:
-            raise ConfigurationError(f"{PREFIX}URL is not set; set it to a redis:// URL, or memory:// for a first try")
-        else:
-            make = functools.partial(Ledger.from_url, settings.url)
+        if self._client is not None and settings.url is not None:
+            raise ConfigurationError(f"{PREFIX}URL and a client are both given; remove one")
+        how = (settings.policy, settings.namespace, self._observers)
+        options: dict[str, Any] = {"socket_timeout": settings.socket_timeout, "log_keys": settings.log_keys}
         try:
-            ledger = make(
-                settings.policy,
-                settings.namespace,
-                self._observers,
-                socket_timeout=settings.socket_timeout,
-                log_keys=settings.log_keys,
-            )
-            if settings.url is not None:
-                check_options(ledger.client)
-            return ledger
+            if self._client is not None:
+                return Ledger(self._client, *how, **options)
+            if settings.url is None:
+                raise ConfigurationError(f"{PREFIX}URL is not set; use a redis:// URL, or memory:// for a first try")
+            return Ledger.from_url(settings.url, *how, **options)
         except ConfigurationError as error:
             raise in_settings(error) from None
 

@@ -9,6 +9,7 @@ from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flask import Flask, Request
+from flask.views import http_method_funcs
 from werkzeug.local import LocalProxy
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ EXEMPT = "__idemredis_exempt__"
 """Attribute of a view, a class of views or a blueprint that is exempt."""
 
 _SERVED = "__idemredis_served__"
+
+_ALL = {name.upper() for name in http_method_funcs}
 
 MOST_WRAPPED = 100
 """Functions that are looked at to find what a view wraps; more than any stack of decorators has."""
@@ -80,25 +83,26 @@ class Views:
         if endpoint is not None:
             self._learned.add(endpoint)
 
-    def check(self, app: Flask, protected: Iterable[Any]) -> None:
-        """Warn of each function that `protect` returned and that no route serves; once, at the first request."""
+    def check(self, app: Flask, protected: Iterable[Any], methods: frozenset[str]) -> None:
+        """Warn of each function that `protect` returned and that protects nothing; once, at the first request.
+
+        Either no route serves it, or only for methods that are not in `methods`.
+        """
         self.checked = True
-        served: set[int] = set()
-        for view in app.view_functions.values():
-            for function in wrapped_by(view):
-                served.add(id(function))
-                for of_class in getattr(_get(function, "view_class"), "__mro__", ()):
-                    for member in vars(of_class).values():
-                        served.update(map(id, wrapped_by(member)))
+        served = _served(app)
         for function in protected:
-            if id(function) in served:
+            by = served.get(id(function))
+            if by is not None and by & methods:
                 setattr(function, _SERVED, True)
             elif not hasattr(function, _SERVED):
                 logger.warning(
-                    "protect of %s.%s protects nothing: no route serves the function that it returned; put @protect "
-                    "below the route's decorator, next to the function",
+                    "protect of %s.%s protects nothing: %s",
                     function.__module__,
                     function.__qualname__,
+                    "no route serves the function that it returned; put @protect below the route's decorator, next to "
+                    "the function"
+                    if by is None
+                    else f"it is served for {', '.join(sorted(by))} only, which IDEMREDIS_METHODS does not have",
                 )
 
     def routes(self, app: Flask, methods: frozenset[str], protect_all: bool) -> list[tuple[str, str, str, str]]:
@@ -109,6 +113,24 @@ class Views:
                 marks = self.marks(app, rule.endpoint, method)
                 found.append((method, rule.rule, rule.endpoint, _protection(marks, protect_all)))
         return found
+
+
+def _served(app: Flask) -> dict[int, set[str]]:
+    """Return by which methods each function is served; by its id."""
+    of_endpoint: dict[str, set[str]] = {}
+    for rule in app.url_map.iter_rules():
+        of_endpoint.setdefault(rule.endpoint, set()).update(rule.methods or _ALL)
+    served: dict[int, set[str]] = {}
+    for endpoint, view in app.view_functions.items():
+        methods = of_endpoint.get(endpoint, _ALL)
+        for function in wrapped_by(view):
+            served.setdefault(id(function), set()).update(methods)
+            for of_class in getattr(_get(function, "view_class"), "__mro__", ()):
+                for name, member in vars(of_class).items():
+                    by = {name.upper()} if name in http_method_funcs else methods
+                    for inner in wrapped_by(member):
+                        served.setdefault(id(inner), set()).update(by)
+    return served
 
 
 def wrapped_by(view: Any) -> Iterator[Any]:

@@ -15,11 +15,13 @@ from ..core.keys import Identity, identify, valid_route
 from ..core.outcomes import InProgress, Outcome, Replay
 from ..core.reservation import Reservation, allow
 from ..core.scripts import Script
+from ..core.tracebacks import hides_arguments
 from ..errors import AlreadyCompleted, ConfigurationError, KeyInProgress, KeyReused, PreviousAttemptFailed
 from ..events import EventEmitter, Observer
 from ..policy import Policy, check_lease, check_seconds
 from ..store import clients
 from ..store.cluster import wire
+from .waiting import room_of_request
 
 __all__ = ["MAX_CHECKPOINT", "BaseLedger", "reserved"]
 
@@ -36,6 +38,7 @@ class BaseLedger(Generic[C]):
     _check_client: Callable[[object], None]
     _reservation_class: type[Reservation]
 
+    @hides_arguments
     def __init__(
         self,
         client: C,
@@ -63,6 +66,7 @@ class BaseLedger(Generic[C]):
         self._check_replicas()
 
     @classmethod
+    @hides_arguments
     def from_url(
         cls,
         url: str,
@@ -170,6 +174,7 @@ class BaseLedger(Generic[C]):
             created_at=time.time(),
             route=valid_route(route),
             make=self._make_reservation,
+            room=room_of_request.get() if wait else None,
         )
 
     def _checkpoint_flow(self, r: Reservation, name: str, data: object) -> Flow[None]:

@@ -5,13 +5,15 @@ server one list entry per write while somebody tails, and nothing otherwise. Row
 and a completion in quick succession can show as one event.
 
 Events that write nothing (`fenced`, `reused`, `replayed`) leave no trace in rows. They are shown if the application has
-a `telemetry.Publisher`.
+a `telemetry.Publisher`. Whoever may PUBLISH can make such events up, so their parts are checked, and a printer must
+escape their texts.
 """
 
 from __future__ import annotations
 
 import json
 import queue
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -22,10 +24,11 @@ from typing import Any
 
 from ..core.keys import row_prefix
 from ..core.outcomes import Row
+from ..core.text import escaped
 from ..events import digest
 from ..inspection.rows import RowSummary, look
 from ..store.clients import Client
-from ..store.errors import ERRORS, is_refusal, map_error
+from ..store.errors import ERRORS, is_refusal, map_error, note_unsent
 from ..store.nodes import Node, one_connection, own_client, primaries
 from ..telemetry.publisher import channel
 
@@ -33,8 +36,20 @@ __all__ = ["Tail", "TailEvent"]
 
 INVALIDATED = "__redis__:invalidate"
 
-WRITTEN = frozenset({"claimed", "taken_over", "completed", "failed", "released"})
+WRITTEN = frozenset({"claimed", "taken_over", "retried", "completed", "failed", "released"})
 """Events that can be seen in the row itself."""
+
+MAX_MESSAGE = 16 * 1024
+"""Bytes of a published event. A publisher's own have a few hundred, and some thousand with keys of full length."""
+
+MAX_TEXT = 1024
+"""Characters of a published operation or route."""
+
+MAX_GENERATION = 10**15
+"""As in rows, whose integers have at most 15 digits."""
+
+_NAME = re.compile(r"[a-z_]{1,32}")
+_DIGEST = re.compile(r"(?:[0-9a-f]{12})?")
 
 MAX_ROWS = 10_000
 """Rows whose last state is kept, to find out what changed."""
@@ -144,6 +159,7 @@ class Tail:
             if channels:
                 listener.subscribe(*channels)
         except ERRORS as error:
+            note_unsent(error)
             raise map_error(error, 0.0) from error
         if channels:
             thread = threading.Thread(target=self._receive, args=(node, listener), name="idemredis-tail", daemon=True)
@@ -163,7 +179,7 @@ class Tail:
             if not is_refusal(error):
                 raise
             self.sees_rows = False
-            self.why_not = str(error)
+            self.why_not = escaped(str(error))
 
     def _receive(self, node: Node, listener: Any) -> None:
         """Queue one server's messages; each server has its own thread, so that a busy one does not delay the others."""
@@ -184,13 +200,8 @@ class Tail:
                 if (written := self._compare(node, row)) is not None:
                     yield written
             return
-        try:
-            event = json.loads(data)
-            facts = (int(event["generation"]), event["operation"], event["route"])
-            published = TailEvent(time.time(), event["name"], event["digest"], None, *facts)
-        except (ValueError, TypeError, KeyError):
-            return  # any client with the right to publish may have sent it
-        if not (self.sees_rows and published.what in WRITTEN):
+        published = _published(data)
+        if published is not None and not (self.sees_rows and published.what in WRITTEN):
             yield published
 
     def _compare(self, node: Node, row: str) -> TailEvent | None:
@@ -208,6 +219,29 @@ class Tail:
         return TailEvent(time.time(), what, digest(row), after, *facts)
 
 
+def _published(data: object) -> TailEvent | None:
+    """Return the event in a message, or None if it is not one that a publisher of ours sends."""
+    if not isinstance(data, (bytes, str)) or len(data) > MAX_MESSAGE:
+        return None
+    try:
+        event = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    match event:
+        case {
+            "name": str(name),
+            "digest": str(digest),
+            "generation": int(generation),
+            "operation": str(operation),
+            "route": str(route),
+        }:
+            texts_fit = len(operation) <= MAX_TEXT and len(route) <= MAX_TEXT
+            number_fits = not isinstance(generation, bool) and 0 <= generation < MAX_GENERATION
+            if _NAME.fullmatch(name) and _DIGEST.fullmatch(digest) and texts_fit and number_fits:
+                return TailEvent(time.time(), name, digest, None, generation, operation, route)
+    return None
+
+
 def _what(before: RowSummary | None, after: RowSummary | None) -> str | None:
     """Return what changed, or None for no change; without `before`, derive it from the row alone."""
     if after is None:
@@ -219,7 +253,7 @@ def _what(before: RowSummary | None, after: RowSummary | None) -> str | None:
     if before is not None and before.generation == after.generation:
         return _extended(before, after.row)
     if after.generation > 1:
-        return "taken_over"
+        return "retried" if before is not None and before.status == "released" else "taken_over"
     return "claimed" if before is not None or _is_new(after.row) else _extended(before, after.row)
 
 

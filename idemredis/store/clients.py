@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any, TypeAlias, cast
+from urllib.parse import parse_qsl, quote, urlsplit
 
 import redis
 import redis.asyncio
@@ -11,6 +13,7 @@ import redis.asyncio.retry
 from redis.backoff import EqualJitterBackoff
 from redis.retry import Retry
 
+from ..core.tracebacks import hides_arguments
 from ..errors import ConfigurationError
 
 __all__ = [
@@ -27,6 +30,7 @@ __all__ = [
     "is_cluster",
     "options",
     "own",
+    "public_url",
     "uncached",
 ]
 
@@ -45,10 +49,13 @@ and further retries belong to the flows, which know whether a retry is safe."""
 _BACKOFF_CAP, _BACKOFF_BASE = 0.1, 0.01  # seconds; within the bound that a 503 is promised in
 
 _POOL_OWN = ("maint_", "orig_", "himport_")  # what redis-py's own pool adds to the options that it was given
+_SAFE = ("Redis URL must specify one of the following schemes", "Invalid value for ")
+"""How redis-py's own messages about a URL begin. They name a scheme or an option that it knows."""
 
 _memories: dict[str, Any] = {}
 
 
+@hides_arguments
 def client(url: str, socket_timeout: float = SOCKET_TIMEOUT) -> Client:
     """Make a client with timeouts and retries of ours for `redis://`, `rediss://`, `unix://` or `memory://`."""
     if url.startswith("memory:"):
@@ -57,6 +64,7 @@ def client(url: str, socket_timeout: float = SOCKET_TIMEOUT) -> Client:
     return cast(Client, _from_url(redis.Redis.from_url, url, socket_timeout, retry))
 
 
+@hides_arguments
 def async_client(url: str, socket_timeout: float = SOCKET_TIMEOUT) -> AsyncClient:
     """Make an asyncio client with timeouts and retries of ours; see `client` for the URLs."""
     if url.startswith("memory:"):
@@ -136,7 +144,22 @@ def options(client: Any) -> dict[str, Any]:
 def address(client: Any) -> str:
     """Return host:port, or the path of a socket; never a password."""
     known = options(client)
-    return str(known["path"]) if "path" in known else f"{known.get('host', '?')}:{known.get('port', '?')}"
+    return str(known["path"]) if "path" in known else f"{known.get('host', 'localhost')}:{known.get('port', 6379)}"
+
+
+def public_url(client: Any) -> str | None:
+    """Return the URL of the client's server; None if it would have a password in it."""
+    known = options(client)
+    if known.get("password") or known.get("credential_provider"):
+        return None
+    user = f"{quote(str(known['username']))}@" if known.get("username") else ""
+    database = known.get("db") or 0
+    if "path" in known:
+        return f"unix://{user}{known['path']}?db={database}"
+    pool = getattr(client, "connection_pool", None)
+    kind = getattr(pool, "connection_class", None)
+    tls = known.get("ssl") or (isinstance(kind, type) and issubclass(kind, redis.SSLConnection))
+    return f"{'rediss' if tls else 'redis'}://{user}{address(client)}/{database}"
 
 
 def deadline(client: Any, seconds: float) -> float:
@@ -147,11 +170,40 @@ def deadline(client: Any, seconds: float) -> float:
 
 def _from_url(make: Any, url: str, socket_timeout: float, retry: object) -> Any:
     try:
-        return make(url, socket_timeout=socket_timeout, socket_connect_timeout=socket_timeout, retry=retry)
+        parts = urlsplit(url)
+        if parts.scheme in ("redis", "rediss") and not re.fullmatch(r"/?|/\d+/?", parts.path):
+            raise ConfigurationError(
+                "the URL cannot be used: its path must be the number of a database, such as /0; a password with / or ? "
+                "in it must be percent-encoded"
+            )
+        if parts.fragment or (parts.query and not parse_qsl(parts.query, strict_parsing=True)):
+            raise ValueError("redis-py would ignore what follows")
+        made = make(url, socket_timeout=socket_timeout, socket_connect_timeout=socket_timeout, retry=retry)
+        pool = made.connection_pool
+        pool.connection_class(**pool.connection_kwargs)  # only here redis-py looks at the options
+    except ConfigurationError:
+        raise
     except ValueError as error:
+        raise ConfigurationError(f"the URL cannot be used: {_fault(str(error))}") from None
+    except TypeError as error:
+        named = re.search(r"argument '([a-z_]+)'", str(error))
+        quotable = named and not re.search(r"[?#].*@", url)  # else it may be a part of the password
+        option = f"the option {named[1]!r}" if named and quotable else "an option"
         raise ConfigurationError(
-            f"the URL cannot be used: {error} (it may also be memory://, for one process)"
+            f"the URL cannot be used: it has {option}, which is unknown; remove it, and percent-encode special "
+            "characters of the password"
         ) from None
+    return made
+
+
+def _fault(message: str) -> str:
+    """Return why a URL cannot be used; what urllib says of one that cannot be parsed quotes it."""
+    if message.startswith(_SAFE):
+        return f"{message} (it may also be memory://, for one process)"
+    return (
+        "it cannot be parsed; its form is redis://USER:PASSWORD@HOST:PORT/DATABASE, and special characters of the "
+        "password must be percent-encoded"
+    )
 
 
 def _check(candidate: object) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import redis
@@ -14,12 +14,14 @@ from redis.asyncio.cluster import ClusterNode as AsyncClusterNode
 from redis.cluster import ClusterNode
 from redis.exceptions import AskError, MovedError, ResponseError
 
+from ..core.keys import row_bytes
+from ..core.tracebacks import without_frames
 from . import clients
 from .deadline import Attempt, made_of
 from .errors import ERRORS, closed, leaves_unknown
 from .wire import AsyncWire, Trip, Wire, encode
 
-__all__ = ["AsyncRouted", "Routed", "redirection", "wire"]
+__all__ = ["REDIRECTS", "AsyncRouted", "Routed", "named", "redirection", "wire"]
 
 ASKING: Final = encode([("ASKING",)])
 """Sent to a node that a slot is moving to, on the connection of the call that follows. redis-py's own cluster clients
@@ -55,8 +57,8 @@ class Routed:
         lost: Exception | None = None
         first = True
         while True:
-            self._learn_of([trip.row], until)
-            place = self.place(trip.row)
+            self._learn_of([trip[0]], until)
+            place = self.place(trip[0])
             try:
                 replies = self._follow(trip, until)
             except ERRORS as error:
@@ -76,7 +78,7 @@ class Routed:
     def place(self, row: str) -> str | None:
         """Return which node has the row, as far as is known; None if no node is known to."""
         try:
-            return str(self.client.get_node_from_key(row).name)
+            return str(self.client.get_node_from_key(row_bytes(row)).name)
         except ERRORS:
             return None
 
@@ -94,7 +96,7 @@ class Routed:
         return [(self._wire(node), places) for node, places in found.items()]
 
     def _follow(self, trip: Trip, until: float) -> list[Any]:
-        replies = self._wire(self._node(trip.row)).exchange(trip, until)
+        replies = self._wire(self._node(trip[0])).exchange(trip, until)
         for _ in range(REDIRECTS):
             redirect = redirection(replies)
             if redirect is None:
@@ -130,7 +132,7 @@ class Routed:
             self._doubted.clear()
 
     def _node(self, row: str) -> Any:
-        return self.client.get_redis_connection(self.client.get_node_from_key(row))
+        return self.client.get_redis_connection(self.client.get_node_from_key(row_bytes(row)))
 
     def _wire(self, node: Any) -> Wire:
         wire = self._wires.get(node)
@@ -142,14 +144,8 @@ class Routed:
 
     @contextmanager
     def _named(self, redirect: AskError) -> Iterator[Wire]:
-        host, port = self.client.nodes_manager.remap_host_port(redirect.host, redirect.port)
-        known = self.client.get_node(host, port)
-        node = self.client.get_redis_connection(known or ClusterNode(host, port))  # type: ignore[no-untyped-call]
-        try:
+        with named(self.client, redirect) as (node, known):
             yield self._wire(node) if known else Wire(node, self.timeout)
-        finally:
-            if not known:
-                node.connection_pool.disconnect()
 
 
 class AsyncRouted:
@@ -167,12 +163,12 @@ class AsyncRouted:
         lost: Exception | None = None
         first = True
         while True:
-            place = self.place(trip.row)
+            place = self.place(trip[0])
             try:
                 await self._within(until, self.client.initialize)
                 if place in self._doubted:
                     await self._learn(until)
-                place = self.place(trip.row)
+                place = self.place(trip[0])
                 replies = await self._follow(trip, until)
             except (*ERRORS, AttributeError) as caught:
                 error = caught if isinstance(caught, ERRORS) else closed(caught)
@@ -197,16 +193,26 @@ class AsyncRouted:
             return None
 
     async def _follow(self, trip: Trip, until: float) -> list[Any]:
-        replies = await AsyncWire(self.client.get_node_from_key(trip.row), self.timeout).exchange(trip, until)
+        replies = await self._ask(self.client.get_node_from_key(trip[0]), trip, until)
         for _ in range(REDIRECTS):
             redirect = redirection(replies)
             if redirect is None:
                 return replies
             if _is_due(redirect, self._learned):
                 await self._learn(until)
-            async with self._named(redirect) as wire:
-                replies = _without_asking(redirect, await wire.exchange(_asking(redirect, trip), until))
+            host, port = self.client.nodes_manager.remap_host_port(redirect.host, redirect.port)
+            node = self.client.get_node(host, port) or AsyncClusterNode(
+                host, port, **self.client.get_connection_kwargs()
+            )
+            replies = _without_asking(redirect, await self._ask(node, _asking(redirect, trip), until))
         return replies
+
+    async def _ask(self, node: Any, trip: Trip, until: float) -> list[Any]:
+        try:
+            return await AsyncWire(node, self.timeout).exchange(trip, until)
+        finally:
+            if self.client.get_node(node_name=node.name) is not node:
+                await node.disconnect()  # nobody else closes what this call opened on a node that is not in the map
 
     async def _learn(self, until: float) -> None:
         """Read anew who has which slot, as `Routed` does; a call that is cancelled does not end the reading."""
@@ -228,17 +234,22 @@ class AsyncRouted:
                 await run()
         except TimeoutError as error:
             raise redis.TimeoutError("Timeout waiting for the cluster") from error
+        except BaseException as error:
+            without_frames(error)
+            raise
 
-    @asynccontextmanager
-    async def _named(self, redirect: AskError) -> AsyncIterator[AsyncWire]:
-        host, port = self.client.nodes_manager.remap_host_port(redirect.host, redirect.port)
-        known = self.client.get_node(host, port)
-        node = known or AsyncClusterNode(host, port, **self.client.get_connection_kwargs())
-        try:
-            yield AsyncWire(node, self.timeout)
-        finally:
-            if not known:
-                await node.disconnect()
+
+@contextmanager
+def named(client: Any, redirect: AskError) -> Iterator[tuple[Any, bool]]:
+    """Give a client of the node that a redirection names, and whether the cluster's client knows that node."""
+    host, port = client.nodes_manager.remap_host_port(redirect.host, redirect.port)
+    known = client.get_node(host, port)
+    node = client.get_redis_connection(known or ClusterNode(host, port))  # type: ignore[no-untyped-call]
+    try:
+        yield node, bool(known)
+    finally:
+        if not known:
+            node.connection_pool.disconnect()
 
 
 def redirection(replies: Sequence[Any]) -> AskError | None:
@@ -249,7 +260,8 @@ def redirection(replies: Sequence[Any]) -> AskError | None:
 def _asking(redirect: AskError, trip: Trip) -> Trip:
     if isinstance(redirect, MovedError):
         return trip
-    return trip._replace(packed=ASKING + trip.packed, tokens=(None, *trip.tokens))
+    row, packed, tokens = trip
+    return row, ASKING + packed, (None, *tokens)
 
 
 def _without_asking(redirect: AskError, replies: list[Any]) -> list[Any]:

@@ -20,12 +20,16 @@ from redis.backoff import NoBackoff
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.retry import Retry
 
+from ..core.tracebacks import without_frames
 from .errors import CLOSED, closed
 
 __all__ = ["TICK", "Attempt", "bound", "connect_by", "made_of", "overdue"]
 
 TICK = 0.1
 """Seconds between two looks at the calls under way: how late an overdue one may be ended."""
+
+LINGER = 50
+"""Looks without a call before the thread waits to be woken: five seconds. Waking it costs as much as a call."""
 
 connect_by: ContextVar[float | None] = ContextVar("idemredis_connect_by", default=None)
 """When the call under way must have its connection, by the local monotonic clock."""
@@ -40,8 +44,9 @@ class _Overdue:
         self._reset()
 
     def _reset(self) -> None:
-        self._made_of = made_of()
+        self._process, self._lock = made_of()
         self._calls: dict[Any, float] = {}
+        self._used = False
         self._closing = threading.Lock()
         self._starting = threading.Lock()
         self._wanted = threading.Event()
@@ -50,9 +55,10 @@ class _Overdue:
 
     def add(self, connection: Any, until: float) -> None:
         """Close the connection at `until`, unless it is removed before."""
-        if self._made_of != made_of():
+        if self._process != os.getpid() or self._lock is not threading.Lock:
             self._reset()
         self._calls[connection] = until
+        self._used = True
         if not self._watching:
             self._watch()
 
@@ -78,8 +84,11 @@ class _Overdue:
     def _run(self) -> None:
         while True:
             self._wanted.wait()
-            while self._calls:
+            unused = 0
+            while self._calls or unused < LINGER:
                 time.sleep(TICK)
+                unused = 0 if self._used else unused + 1
+                self._used = False
                 now = time.monotonic()
                 for connection, until in self._calls.copy().items():
                     if until <= now:
@@ -136,7 +145,7 @@ class Attempt:
         try:
             self.result = self._run()
         except BaseException as error:
-            self.error = error
+            self.error = without_frames(error)
         finally:
             self._done.set()
 
@@ -163,8 +172,9 @@ class _Bounded:
                 self._await(attempt, until)
                 if attempt.error is not None:
                     raise attempt.error
-        super().connect()  # type: ignore[misc]  # nothing to do where it is connected
-        self._is_up = True
+        if not self._is_up:
+            self._establish()
+            self._is_up = True
         self.connected_at = time.monotonic()
 
     def _await(self, attempt: Attempt, until: float | None) -> None:
@@ -187,17 +197,21 @@ class _Bounded:
     def _connect_once(self, until: float) -> None:
         this: Any = self
         kept = this.retry, this.socket_connect_timeout
-        closures = self._closures
         this.retry = _ONCE
         this.socket_connect_timeout = min(kept[1] or until, max(until - time.monotonic(), TICK))
+        try:
+            self._establish()
+        finally:
+            this.retry, this.socket_connect_timeout = kept
+
+    def _establish(self) -> None:
+        closures = self._closures
         try:
             super().connect()  # type: ignore[misc]
         except CLOSED as error:
             if self._closures == closures:
                 raise
             raise closed(error) from error
-        finally:
-            this.retry, this.socket_connect_timeout = kept
 
 
 @cache

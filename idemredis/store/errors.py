@@ -11,6 +11,7 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     BusyLoadingError,
+    ClusterCrossSlotError,
     MasterDownError,
     MaxConnectionsError,
     NoPermissionError,
@@ -23,6 +24,8 @@ from redis.exceptions import (
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from ..core.text import escaped
+from ..core.tracebacks import without_frames
 from ..errors import CorruptRow, IdempotencyError, LedgerUnavailable
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "WatchError",
     "capture_error",
     "closed",
+    "is_cross_slot",
     "is_denied",
     "is_no_primary",
     "is_refusal",
@@ -113,7 +117,7 @@ def map_error(error: Exception, seconds: float, *, unknown: bool = False) -> Ide
     Args:
         unknown: the script may have run, whatever the error says.
     """
-    text = str(error) or type(error).__name__
+    text = escaped(str(error)) or type(error).__name__
     if "WRONGTYPE" in text:  # Redis 6.2 prefixes the errors of scripts, which hides their kind from redis-py's classes
         return CorruptRow("it is not a hash")
     if isinstance(error, AskError):
@@ -121,7 +125,7 @@ def map_error(error: Exception, seconds: float, *, unknown: bool = False) -> Ide
     unknown = unknown or leaves_unknown(error)
     message = f"Redis did not serve the call ({text})"
     mapped = LedgerUnavailable(message, seconds=seconds, unknown=unknown, reason=_reason(error))
-    mapped.__cause__ = error
+    mapped.__cause__ = without_frames(error)
     return mapped
 
 
@@ -136,6 +140,11 @@ def _reason(error: BaseException) -> str:
 def was_redirected(outcome: object) -> bool:
     """Whether a cluster's node replied that the row is on another one (MOVED or ASK)."""
     return isinstance(outcome, LedgerUnavailable) and isinstance(outcome.__cause__, AskError)
+
+
+def is_cross_slot(error: BaseException | None) -> bool:
+    """Whether a cluster, or a proxy in front of one, wants rows of different slots in different calls."""
+    return isinstance(error, ClusterCrossSlotError) or "CROSSSLOT" in str(error) or "same slot" in str(error)
 
 
 def is_denied(error: BaseException) -> bool:

@@ -5,19 +5,19 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
-from urllib.parse import urlsplit
 
 from ..core.fingerprint import FINGERPRINT_HEADERS
 from ..core.response import REPLAY_HEADERS, storable_names
 from ..core.settle import ON_ERROR, OnError
+from ..core.tracebacks import hides_arguments
 from ..errors import ConfigurationError
 from ..policy import Policy, check_seconds
 from ..store.clients import SOCKET_TIMEOUT
 from .contract import SAFE_METHODS, Contract, Protocol
 
-__all__ = ["DEFAULTS", "LEDGER_SETTINGS", "MODES", "PREFIX", "Mode", "Settings", "check_options", "in_settings"]
+__all__ = ["DEFAULTS", "LEDGER_SETTINGS", "MODES", "PREFIX", "Mode", "Settings", "in_settings"]
 
 PREFIX = "IDEMREDIS_"
 
@@ -89,7 +89,7 @@ _TOKEN = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
 class Settings:
     """The checked settings of an application; `configured` has the names that it set."""
 
-    url: str | None
+    url: str | None = field(repr=False)
     mode: Mode
     namespace: str
     policy: Policy
@@ -108,6 +108,7 @@ class Settings:
     configured: frozenset[str]
 
     @classmethod
+    @hides_arguments
     def read(cls, config: Mapping[str, Any]) -> Settings:
         """Check an application's settings, whose names come without the prefix.
 
@@ -121,13 +122,12 @@ class Settings:
         values = {**DEFAULTS, **config}
         for name, (check, fix) in _CHECKS.items():
             if not check(values[name]):
-                raise ConfigurationError(f"{PREFIX}{name} must be {fix}, not {values[name]!r}")
+                raise ConfigurationError(f"{PREFIX}{name} must be {fix}, not {_shown(name, values[name])}")
         if never := [name for name in values["REPLAY_HEADERS"] if not storable_names([name])]:
             raise ConfigurationError(
                 f"{PREFIX}REPLAY_HEADERS must be without {never[0]!r}, which belongs to one client or one delivery; "
                 f"remove it from {values['REPLAY_HEADERS']!r}"
             )
-        _check_url(values["URL"])
         policy = _policy(values)
         for name, used, fix in _IGNORED:
             if values[name] != DEFAULTS[name] and not used(values):
@@ -153,32 +153,9 @@ class Settings:
         )
 
 
-def check_options(client: Any) -> None:
-    """Refuse a client whose URL has an option that connections do not have; it would fail at the first request.
-
-    Raises:
-        ConfigurationError: the option is unknown.
-    """
-    pool = getattr(client, "connection_pool", None)
-    if pool is None:
-        return
-    try:
-        pool.connection_class(**pool.connection_kwargs)
-    except TypeError as error:
-        named = re.search(r"argument '(\w+)'", str(error))
-        option = f"the option {named[1]!r}" if named else "an option"
-        raise ConfigurationError(f"{PREFIX}URL cannot be used: it has {option}, which is unknown; remove it") from None
-
-
-def _check_url(url: str | None) -> None:
-    """Refuse a path that is no database number: redis-py would use database 0."""
-    if url is None or not url.startswith(("redis:", "rediss:")):
-        return
-    if not re.fullmatch(r"/?|/\d+/?", urlsplit(url).path):  # not shown: it may have part of a password in it
-        raise ConfigurationError(
-            f"{PREFIX}URL cannot be used: its path must be the number of a database, such as /0; a password with / or "
-            "? in it must be percent-encoded"
-        )
+def _shown(name: str, value: Any) -> str:
+    """Return a value for an error message; of one that may have a password in it, only the type."""
+    return f"of type {type(value).__name__}" if name == "URL" and value else repr(value)
 
 
 def in_settings(error: ConfigurationError) -> ConfigurationError:

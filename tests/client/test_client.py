@@ -18,6 +18,7 @@ import requests
 import urllib3
 from client import (
     LONGEST_PAUSE,
+    AnotherAccount,
     Answer,
     AsyncTransport,
     FateUnknown,
@@ -265,6 +266,36 @@ def test_what_has_its_answer_is_not_sent_again(service: Service, client: Client,
 
     assert answers[0] == answers[1]
     assert len(service.asked) == 1
+
+
+@pytest.mark.parametrize("then", ["intends it again", "sends what is left", "sends what it still has"])
+def test_another_login_between_two_attempts_sends_nothing(
+    service: Service, client: Client, tmp_path: Path, then: str
+) -> None:
+    """A key belongs to its account: sent after another login, it would be another operation, and charge both."""
+    path = tmp_path / "outbox.sqlite3"
+    of_alice = Outbox(path, "alice")
+    operation = of_alice.intend("order-1", "POST", service.url, {"amount": 1999})
+    of_bob = Outbox(path, "bob")  # another login; the response to alice's attempt was lost, or never waited for
+
+    def go_on() -> None:
+        match then:
+            case "intends it again":
+                client.send(of_bob.intend("order-1", "POST", service.url, {"amount": 1999}), of_bob)
+            case "sends what it still has":
+                client.send(operation, of_bob)
+
+    if then == "sends what is left":
+        assert of_bob.unsettled() == []
+    else:
+        with pytest.raises(AnotherAccount, match="'alice'"):
+            go_on()
+    assert service.asked == []
+    assert [left.key for left in Outbox(path, "alice").unsettled()] == [operation.key]
+    assert client.send(operation, of_alice).status == 201
+    assert service.asked == [operation.key]
+    with pytest.raises(AnotherAccount):
+        of_bob.intend("order-1", "POST", service.url, {"amount": 1999})
 
 
 def test_a_client_that_gives_up_leaves_the_operation_in_the_outbox(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import threading
 import warnings
@@ -15,8 +16,11 @@ import gevent
 import pytest
 from flask import Flask, Response, copy_current_request_context, request, stream_with_context
 
+from idemredis import Policy
 from idemredis.flask import current_reservation
+from tests.support.servers import Server
 from tests.support.site import MakeSite, Site
+from tests.support.waiting import wait_until
 
 KEY = {"Idempotency-Key": "k1"}
 BODY = bytes(range(256)) * 400
@@ -296,6 +300,36 @@ def test_reading_in_another_context_of_the_same_environ_takes_no_more_than_it_re
     assert answer.text == hashlib.sha256(BODY[10:]).hexdigest()
 
 
+def test_a_teardown_that_fails_when_a_stream_of_its_own_context_ends_does_not_have_the_work_run_again(
+    site: Site,
+) -> None:
+    """The client has had the whole stream by then."""
+
+    sent: list[str] = []
+
+    @site.app.teardown_request
+    def fail(error: BaseException | None) -> None:
+        if sent == ["a", "b"]:
+            raise JobFailed
+
+    def pieces() -> Iterator[str]:
+        for piece in "ab":
+            sent.append(piece)
+            yield piece
+
+    site.view(lambda: Response(stream_with_context(pieces()), 201), "/things")
+    answer = site.send(path="/things", buffered=False)
+    received: list[bytes] = []
+    with pytest.raises(JobFailed):
+        received.extend(answer.iter_encoded())
+    answer.close()
+    assert b"".join(received) == b"ab"
+    sent.clear()
+    again = site.send(path="/things")
+    assert (again.status_code, again.get_json()["error"]) == (500, "idempotency_response_not_stored")
+    assert (site.omitted(), len(site.runs)) == (b"broken_off", 1)
+
+
 # Views in a context of a test
 
 
@@ -328,3 +362,29 @@ def test_a_view_that_fails_in_test_request_context_gives_its_key_up(site: Site) 
     with suppress(JobFailed), site.app.test_request_context("/charges", method="POST", headers=KEY):
         view()
     assert (site.row()["status"], site.row()["owner"]) == (b"pending", b"")
+
+
+def test_a_context_that_nobody_ends_holds_its_row_for_a_lease_and_no_longer(
+    make_site: MakeSite, valkey_server: Server
+) -> None:
+    """As where a thread pushes one and ends: nobody renews the lease of a reservation that is gone."""
+    site = make_site(valkey_server, policy=Policy(lease=0.5, retention=60))
+
+    def view() -> str:
+        return current_reservation.key
+
+    def abandon() -> None:
+        site.app.test_request_context("/charges", method="POST", headers=KEY).push()
+        assert protected() == "k1"
+
+    def is_stale() -> bool:
+        gc.collect()
+        row = site.ledger.read("acme", "k1")
+        return row is not None and row.stale
+
+    protected = site.idempotency.protect(view)
+    thread = threading.Thread(target=abandon)
+    thread.start()
+    thread.join(20)
+    assert site.row()["status"] == b"pending"
+    wait_until(is_stale)

@@ -59,6 +59,34 @@ def test_protect_above_the_route_is_named_at_the_first_request(site: Site, caplo
     assert "put @protect below the route's decorator" in record.getMessage()
 
 
+@pytest.mark.parametrize("methods", [("GET",), ("GET", "PUT")])
+def test_protect_of_a_view_that_is_served_for_other_methods_only_is_named_at_the_first_request(
+    methods: tuple[str, ...], make_site: MakeSite, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = make_site(METHODS=("POST",))
+
+    class Orders(MethodView):
+        get = site.idempotency.protect(_lasting)
+
+        @site.idempotency.protect
+        def post(self) -> str:
+            return "made"
+
+    def read_order() -> str:
+        return "read"
+
+    site.view()
+    site.app.add_url_rule("/orders", view_func=Orders.as_view("orders"))
+    site.app.add_url_rule("/read", "read", site.idempotency.protect(read_order), methods=methods)
+    for _ in range(2):
+        site.send()
+    named = [record.getMessage() for record in caplog.records if NOTHING in record.getMessage()]
+    assert sorted("read_order" in message for message in named) == [False, True]
+    assert all("IDEMREDIS_METHODS does not have" in message for message in named)
+    of_class = next(message for message in named if "_lasting" in message)
+    assert "served for GET only" in of_class
+
+
 @pytest.mark.parametrize("decorator", [lambda view: view, _hiding, _named, functools.partial])
 def test_a_protected_function_that_a_route_serves_is_not_named(
     decorator: Callable[..., Any], site: Site, caplog: pytest.LogCaptureFixture
@@ -305,7 +333,8 @@ def test_an_application_that_routes_by_host_must_tell_hosts_apart(routing: str, 
     view = site.idempotency.protect(lambda **_: request.host)
     own = site.idempotency.protect(fingerprint=lambda: 1)(lambda **_: request.host)
     where: dict[str, Any] = {"host": "<name>.test"} if routing == "host_matching" else {"subdomain": "<name>"}
-    site.app.config["SERVER_NAME"] = "test"
+    if routing == "subdomain_matching":
+        site.app.config["SERVER_NAME"] = "test"
     site.app.add_url_rule("/hosts", "hosts", view, methods=["POST"], **where)
     site.app.add_url_rule("/own", "own", own, methods=["POST"], **where)
     for path in ("/hosts", "/own"):
@@ -398,6 +427,13 @@ def test_a_refusal_keeps_its_numbers_and_its_retry_after(make_shaped: Callable[.
     assert answer.headers["Retry-After"] == "2"
     site.idempotency.problem = lambda *_: ("later", 409, {"Retry-After": "9"})
     assert site.send(path="/held").headers.getlist("Retry-After") == ["9"]
+
+
+def test_a_refusal_of_ones_own_shape_links_to_the_documentation_too(make_shaped: Callable[..., Site]) -> None:
+    site = make_shaped(_envelope, PROTOCOL="ietf", DOCS_URL="https://shop.example/keys")
+    site.idempotency.problem = lambda *_: ("no", 400, {"Link": "</why>"})
+    links = site.send(None).headers.getlist("Link")
+    assert links == ["</why>", '<https://shop.example/keys>; rel="describedby"']
 
 
 async def _awaited(code: str, status: int, message: str, facts: dict[str, int]) -> Any:

@@ -82,6 +82,7 @@ def busy_worker(stats: Path) -> int:
     return 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("--enable-threads",)], ids=["no threads", "threads"])
 def test_a_worker_of_uwsgi_renews_its_leases_and_when_it_is_killed_another_one_takes_over(
     valkey_server: Server, namespace: str, tmp_path: Path, options: tuple[str, ...]

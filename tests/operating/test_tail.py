@@ -11,17 +11,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
 from idemredis import Event, Ledger, Reservation, StoredResponse
+from idemredis.operating.tables import print_event
 from idemredis.operating.tail import Tail, TailEvent
 from idemredis.telemetry import Publisher
 from tests.support.place import Place, Run
 from tests.support.proxy import Proxy
-from tests.support.servers import Server
+from tests.support.servers import Server, start
 from tests.support.waiting import wait_until
 
 ANSWER = StoredResponse(201, (), b"done")
@@ -60,7 +63,7 @@ def test_every_transition_is_seen_in_the_row_itself(place: Place, ledger: Ledger
             ledger.release(r)
             next_is("released")
             again = claimed(ledger, f"acct_{i}", "k")
-            assert next_is("taken_over").generation == 2
+            assert next_is("retried").generation == 2
             (ledger.fail if i else ledger.complete)(again, ANSWER)
             next_is("failed" if i else "completed")
             place.client.delete(r.identity.row)
@@ -84,6 +87,58 @@ def test_refusals_are_seen_where_they_are_published_and_nothing_twice(place: Pla
         assert next_is("replayed").digest
     publisher.close()
     ledger.close()
+
+
+ROW = "0123456789ab"
+GOOD = {"name": "fenced", "digest": ROW, "generation": 1, "operation": "", "route": "POST /x"}
+
+FORGED: dict[str, bytes] = {
+    "ESC in the name": json.dumps({**GOOD, "name": "\x1b[2Jfenced"}).encode(),
+    "ESC in the digest": json.dumps({**GOOD, "digest": "\x1b]0;owned\x07"}).encode(),
+    "a line break in the digest": json.dumps({**GOOD, "digest": "0123456789ab\n12:00:00.000  released"}).encode(),
+    "a line break at the digest's end": json.dumps({**GOOD, "digest": f"{ROW}\n"}).encode(),
+    "a line break at the name's end": json.dumps({**GOOD, "name": "fenced\n"}).encode(),
+    "a name of another kind": json.dumps({**GOOD, "name": ["fenced"]}).encode(),
+    "a digest of another kind": json.dumps({**GOOD, "digest": 7}).encode(),
+    "an operation of another kind": json.dumps({**GOOD, "operation": {"a": 1}}).encode(),
+    "a route that is null": json.dumps({**GOOD, "route": None}).encode(),
+    "a long route": json.dumps({**GOOD, "route": "x" * 5000}).encode(),
+    "a very long message": json.dumps({**GOOD, "more": "x" * 100_000}).encode(),
+    "an infinite generation": json.dumps(GOOD).replace('"generation": 1', '"generation": 1e999').encode(),
+    "NaN": json.dumps({**GOOD, "generation": float("nan")}).encode(),
+    "a fraction": json.dumps({**GOOD, "generation": 1.5}).encode(),
+    "a negative generation": json.dumps({**GOOD, "generation": -1}).encode(),
+    "true": json.dumps({**GOOD, "generation": True}).encode(),
+    "a huge generation": json.dumps({**GOOD, "generation": 10**400}).encode(),
+    "digits without end": b'{"generation": ' + b"9" * 10_000 + b"}",
+    "deep lists": b"[" * 10_000,
+    "deep objects": b'{"generation":' * 3000,
+    "no object": b"[]",
+    "null": b"null",
+    "no JSON": b"\x1b[2J",
+    "no UTF-8": b"\xff\xfe" + json.dumps(GOOD).encode(),
+    "empty": b"",
+    "facts that are missing": b'{"name": "fenced"}',
+}
+
+
+@REAL
+@pytest.mark.parametrize("as_json", [False, True])
+def test_what_a_stranger_publishes_ends_nothing_and_is_not_shown(
+    place: Place, namespace: str, as_json: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Tail(place.client, namespace) as tail:
+        for message in FORGED.values():
+            place.client.publish(f"{namespace}:idemredis-events", message)
+        good = {**GOOD, "route": "POST /\x1b[2J\u202e", "operation": "a\nb"}
+        place.client.publish(f"{namespace}:idemredis-events", json.dumps(good))
+        [seen] = wait_until(lambda: list(tail.look()))
+    assert (seen.what, seen.digest, seen.generation) == ("fenced", ROW, 1)
+    print_event(seen, as_json)
+    print_event(replace(seen, what="\x1b[2J", digest="\n"), as_json)  # escaped once more where it is printed
+    printed = capsys.readouterr().out
+    assert len(printed.splitlines()) == 2
+    assert all(char.isprintable() or char == "\n" for char in printed)
 
 
 @pytest.mark.parametrize("place", ["fakeredis"], indirect=True)
@@ -214,3 +269,46 @@ def claimed(ledger: Ledger, principal: str, key: str) -> Reservation:
     outcome = ledger.claim(principal, key, "f")
     assert isinstance(outcome, Reservation)
     return outcome
+
+
+@pytest.mark.slow
+def test_it_goes_on_after_the_server_was_started_again(tmp_path: Path, namespace: str) -> None:
+    server = start("valkey", tmp_path / "server")
+    command = [sys.executable, "-u", "-c", "from idemredis.operating.cli import main; main()"]
+    words = ["--url", server.url, "--namespace", namespace, "tail"]
+    with subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        try:
+            assert "listening" in process.stderr.readline()
+            with server.client() as client:
+                claimed(Ledger(client, namespace=namespace), "a", "before")
+            assert "claimed" in process.stdout.readline()
+            server.kill()
+            assert "connection lost" in process.stderr.readline()
+            server.start()
+            assert "connected again" in process.stderr.readline()
+            with server.client() as client:
+                claimed(Ledger(client, namespace=namespace), "a", "after")
+            assert "claimed" in process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+            server.stop()
+
+
+@REAL
+def test_a_retry_after_a_release_is_told_from_a_takeover_after_a_death(
+    place: Place, ledger: Ledger, namespace: str
+) -> None:
+    with tailing(place, namespace) as next_is:
+        for what in ("retried", "taken_over"):
+            first = ledger.claim("a", what, "f", lease=0.3)
+            assert isinstance(first, Reservation)
+            next_is("claimed")
+            if what == "retried":
+                ledger.release(first)
+                next_is("released")
+            assert isinstance(ledger.claim("a", what, "f", wait=5.0), Reservation)
+            assert next_is(what).generation == 2

@@ -116,6 +116,26 @@ def test_a_wheel_that_is_not_unpacked_runs(built: Built, tmp_path: Path) -> None
     Installation(tmp_path / "venv", borrows=True).runs_from(built.wheel, PYTHONPATH=str(built.wheel))
 
 
+@pytest.mark.parametrize(
+    ("extra", "document", "has"),
+    [("otel", "operations", "PrometheusMetricReader"), ("memory", "flask", "TESTING=True")],
+)
+def test_an_extra_installs_what_its_snippet_needs(
+    extra: str, document: str, has: str, built: Built, tmp_path: Path
+) -> None:
+    blocks = (ROOT / "docs" / f"{document}.md").read_text().split("```python\n")
+    (snippet,) = [code for block in blocks if has in (code := block.partition("\n```\n")[0])]
+    installation = Installation(tmp_path / "venv", borrows=False)
+    installation.install(f"{built.wheel}[{extra}]")
+    run(installation.python, "-P", "-c", snippet)
+
+
+def test_the_cli_extra_installs_what_the_command_line_needs(built: Built, tmp_path: Path) -> None:
+    installation = Installation(tmp_path / "venv", borrows=False)
+    installation.install(f"{built.wheel}[cli]")
+    assert "doctor" in run(installation.directory / "bin" / "idemredis", "--help")
+
+
 def test_the_lowest_versions_that_are_declared_are_enough(built: Built, tmp_path: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()

@@ -65,6 +65,19 @@ def leave_unread(client: redis.Redis) -> None:
         pool.release(connection)
 
 
+class Limit:
+    """A time limit that about half of the calls keep, however busy the machine is."""
+
+    def __init__(self) -> None:
+        self._span = 0.004
+
+    def draw(self) -> float:
+        return random.random() * self._span
+
+    def was_kept(self, kept: bool) -> None:
+        self._span = min(self._span * (0.98 if kept else 1.02), 1.0)
+
+
 def by_signals(url: str, seconds: float) -> Counter[str]:
     """Signals whose handler raises, in a thread's aim at the main thread; others share the client."""
     counts: Counter[str] = Counter()
@@ -131,16 +144,19 @@ def by_greenlets(url: str, seconds: float) -> Counter[str]:
     client = redis.Redis.from_url(url)
     ledger = Ledger(client, namespace="interrupted")
     until = time.monotonic() + seconds
+    time_limit = Limit()
 
     def ask() -> None:
         while time.monotonic() < until:
             number = random.randrange(KEYS)
             try:
-                with gevent.Timeout(random.random() * 0.004):
+                with gevent.Timeout(time_limit.draw()):
                     outcome = ledger.claim("acct", f"key-{number}", "f")
                 note(counts, number, outcome)
+                time_limit.was_kept(True)
             except gevent.Timeout:
                 counts["interrupted"] += 1
+                time_limit.was_kept(False)
             except LedgerUnavailable:
                 counts["unavailable"] += 1
             if random.random() < 0.05:
@@ -156,6 +172,7 @@ async def by_cancelling(url: str, seconds: float) -> Counter[str]:
     client = redis.asyncio.Redis.from_url(url)
     ledger = AsyncLedger(client, namespace="interrupted")
     until = time.monotonic() + seconds
+    time_limit = Limit()
 
     async def leave_one_unread() -> None:
         pool: Any = client.connection_pool
@@ -167,11 +184,13 @@ async def by_cancelling(url: str, seconds: float) -> Counter[str]:
         while time.monotonic() < until:
             number = random.randrange(KEYS)
             try:
-                async with asyncio.timeout(random.random() * 0.004):
+                async with asyncio.timeout(time_limit.draw()):
                     outcome = await ledger.claim("acct", f"key-{number}", "f")
                 note(counts, number, outcome)
+                time_limit.was_kept(True)
             except TimeoutError:
                 counts["interrupted"] += 1
+                time_limit.was_kept(False)
             except LedgerUnavailable:
                 counts["unavailable"] += 1
             if random.random() < 0.05:

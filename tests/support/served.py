@@ -29,7 +29,8 @@ from idemredis.flask import Idempotency, current_reservation
 __all__ = ["KINDS", "LET_GO", "PRINCIPAL", "Setup"]
 
 KINDS = ("gunicorn-sync", "gunicorn-gthread", "gunicorn-gevent", "waitress", "uwsgi", "werkzeug", "gevent")
-"""Servers; "uwsgi" has what docs/flask.md has for chunked bodies, and "uwsgi-bare" does not."""
+"""Servers; "uwsgi" has what docs/flask.md has for chunked bodies, and "uwsgi-bare" does not. "uwsgi-gevent" patches the
+threads after the application was loaded."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +49,8 @@ class Setup:
     """What a server is started with.
 
     `address` is its unix socket and `notes` the file of what ran. `workers` and `timeout` are gunicorn's and uWSGI's,
-    `preload` is gunicorn's; `threads` are those of a worker that has them. `enable_threads` is uWSGI's.
+    `preload` is gunicorn's; `threads` are those of a worker that has them. `enable_threads` and `uwsgi_threads`, for
+    several in one worker, are uWSGI's.
     """
 
     kind: str
@@ -60,9 +62,11 @@ class Setup:
     socket_timeout: float = 1.0
     workers: int = 2
     threads: int = 8
+    wait: float = 0.0
     timeout: int = 60
     preload: bool = False
     enable_threads: bool = True
+    uwsgi_threads: int = 1
 
     @property
     def loads(self) -> int:
@@ -107,6 +111,7 @@ def _create_app(setup: Setup) -> Flask:
     ledger.notes = setup.notes
     ledger.note("server", "loaded")
     app = Flask("shop")
+    app.config["IDEMREDIS_WAIT_SECONDS"] = setup.wait
     idempotency = Idempotency(app, principal=PRINCIPAL, ledger=ledger)
     if setup.preload:
         before = ledger.claim(PRINCIPAL, f"before-the-fork-{os.getpid()}", "f")
@@ -206,6 +211,8 @@ def _serve(setup: Setup) -> None:
         words += ["--virtualenv", sys.prefix]
         words += ["--master", "--processes", str(setup.workers), "--die-on-term", "--no-orphans"]
         words += ["--enable-threads"] if setup.enable_threads else []
+        words += ["--gevent", "20", "--gevent-monkey-patch"] if setup.kind == "uwsgi-gevent" else []
+        words += ["--threads", str(setup.uwsgi_threads)] if setup.uwsgi_threads > 1 else []
         os.environ[_SETUP] = json.dumps(asdict(setup))
         os.execv(Path(sys.executable).with_name("uwsgi"), words)
     if setup.kind.startswith("gunicorn"):

@@ -22,6 +22,8 @@ from tests.support.waiting import wait_until
 __all__ = ["Answer", "Served", "read_answer"]
 
 ROOT = Path(__file__).parents[2]
+PATIENCE = 60.0
+"""Seconds for a server to start, which imports much, and to answer; the machine may be busy."""
 
 
 class Answer(NamedTuple):
@@ -70,12 +72,14 @@ class Served:
         self._start()
 
     def _start(self) -> None:
-        patched = ["gevent.monkey", "--module"] if "gevent" in self.kind else []  # before anything is imported
+        patched = (
+            ["gevent.monkey", "--module"] if self.kind in ("gevent", "gunicorn-gevent") else []
+        )  # before anything is imported
         words = [sys.executable, "-m", *patched, "tests.support.served", json.dumps(asdict(self._setup))]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(mortal(words), cwd=ROOT, stdout=log, stderr=log)
         try:
-            wait_until(self._is_up)
+            wait_until(self._is_up, PATIENCE)
         except BaseException:
             self.close()
             raise
@@ -110,7 +114,7 @@ class Served:
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(20.0)
+        connection.settimeout(PATIENCE)
         try:
             connection.connect(self._setup.address)
         except OSError:
