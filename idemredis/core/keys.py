@@ -16,7 +16,9 @@ __all__ = [
     "Identity",
     "identify",
     "parse_row_name",
+    "row_bytes",
     "row_prefix",
+    "row_text",
     "valid_key",
     "valid_principal",
     "valid_route",
@@ -117,6 +119,16 @@ def row_prefix(namespace: str, principal: str = "") -> str:
     """Return the common prefix of a namespace's row names, or of one principal's; it is safe in a SCAN pattern."""
     row = identify(namespace, principal or "x", "x").row
     return row[:-1] if principal else row[:-3]
+
+
+def row_text(name: bytes) -> str:
+    """Return a row's name in Redis as text. Other programs may have made names that are not UTF-8; none is lost."""
+    return name.decode("utf-8", "surrogateescape")
+
+
+def row_bytes(row: str) -> bytes:
+    """Return a row's name as it is in Redis; the reverse of `row_text`."""
+    return row.encode("utf-8", "surrogateescape")
 
 
 def parse_row_name(name: str | bytes) -> tuple[str, str, str, str]:

@@ -12,9 +12,9 @@ from functools import lru_cache
 from itertools import count
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from ..errors import CorruptRow, NotDurable
+from ..errors import CorruptRow, LedgerUnavailable, NotDurable
 from .keys import Identity
-from .outcomes import Done, Fenced, InProgress, Lost, Renewed, Replay, Reused, Row, Stale
+from .outcomes import Done, Fenced, InProgress, Lost, Renewed, Replay, Reused, Row, Stale, Survey, SurveyedRow
 from .reservation import Lease, Reservation
 from .response import StoredResponse
 
@@ -30,6 +30,8 @@ __all__ = [
     "read",
     "release",
     "renew",
+    "survey",
+    "surveyed",
     "takeover",
 ]
 
@@ -92,8 +94,8 @@ def claim(
             case b"in_progress":
                 return InProgress(int(reply[2]) / 1000)
             case b"stale":
-                _checkpoint(reply[3:])  # raise for a corrupt checkpoint before the takeover, not after it
-                return Stale(int(reply[2]))
+                _checkpoint(reply[4:])  # raise for a corrupt checkpoint before the takeover, not after it
+                return Stale(int(reply[2]), bool(reply[3]))
             case b"reused":
                 return Reused()
             case _:
@@ -154,6 +156,36 @@ def read(identity: Identity, *, body: bool = True) -> Call[Row | None]:
 
     token = str(next(_reads))
     return Call("read", identity.row, token, (token, int(body)), decode)
+
+
+def survey(token: str, now: float, period: float, finished: bool, max_bytes: int) -> tuple[str | int, ...]:
+    """Return the arguments of `survey`, the one script that takes many rows; `surveyed` reads its reply.
+
+    Args:
+        token: which call it is; repeated in the reply.
+        now: seconds since the epoch.
+        period: rows that were claimed within these seconds count as recent.
+        finished: return the finished rows too.
+        max_bytes: end the survey after the row with which the bodies exceed this.
+    """
+    return token, milliseconds(now), milliseconds(period), int(finished), max_bytes
+
+
+def surveyed(token: str, reply: Reply) -> Survey:
+    """Return the survey in a reply.
+
+    Raises:
+        LedgerUnavailable: the reply belongs to another call.
+    """
+    if reply[1] != token.encode():
+        raise LedgerUnavailable("the reply to survey belongs to another call; the connection is out of sync")
+    _, _, rows, completed, failed, lasting, recent, oldest, *others = reply
+    each = iter(others)
+    found = [
+        SurveyedRow(at - 1, state.decode(), None if ttl < 0 else ttl / 1000, age / 1000, left / 1000, claimed / 1000)
+        for at, state, ttl, age, left, claimed in zip(*[each] * 6, strict=True)
+    ]
+    return Survey(rows, completed, failed, lasting, recent, None if oldest < 0 else oldest / 1000, found)
 
 
 def acknowledged(outcome: T, replicas: int, required: int) -> T:

@@ -367,13 +367,17 @@ class Unprotected(Reservation):
     __slots__ = ("_find", "_identity")
 
     def __init__(
-        self, find: Callable[[], Identity], route: str = "", settable: dict[str, object] | None = None
+        self,
+        find: Callable[[], Identity],
+        route: str = "",
+        settable: dict[str, object] | None = None,
+        fingerprint: str = "",
     ) -> None:
-        """Make one whose identity is found when it is first asked for."""
+        """Make one whose identity is found when it is first asked for; `fingerprint` is "" if it is not known."""
         put = object.__setattr__
         put(self, "_find", find)
         put(self, "_identity", None)
-        put(self, "fingerprint", "")
+        put(self, "fingerprint", fingerprint)
         put(self, "generation", 0)
         put(self, "owner", "")
         put(self, "last_checkpoint", None)

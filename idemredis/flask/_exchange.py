@@ -62,6 +62,7 @@ class Exchange:
         body: its body; None if it is not recorded.
         answer: a refusal or replay, which is sent whatever the application makes of it.
         recorder: settles the claim; None if there is none.
+        fingerprint: of a request that runs although Redis is down; "" otherwise.
         reservation: what `current_reservation` stands for.
         marked: the response says that the view ran unprotected.
         answer_to: settles the row and makes the answer for an error after the view, if it has one of its own.
@@ -74,6 +75,7 @@ class Exchange:
         self.body: RequestBody | None = None
         self.answer: Response | None = None
         self.recorder: ResponseRecorder | None = None
+        self.fingerprint = ""
         self.reservation: Reservation | None = None
         self.marked = False
         self.answer_to: Callable[[BaseException], Response | None] | None = None

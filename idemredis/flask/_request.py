@@ -98,7 +98,7 @@ def _run_unprotected(
 ) -> Any:
     """Run the view without a claim; what it does with `current_reservation` still works."""
     find = functools.partial(_identity_of, state, options, header)
-    exchange.reservation = Unprotected(find, _route(exchange.request))
+    exchange.reservation = Unprotected(find, _route(exchange.request), fingerprint=exchange.fingerprint)
     current = exchange.reservation
     try:
         with running(current):
@@ -212,7 +212,8 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
             state.ledger.report_missing_key(str(principal), options.operation, _route(request))
             return refuse(contract.key_required())
         key = parse_key(header, contract.protocol)
-        asked = (principal, key, _fingerprint(state, options, exchange), options.operation, options.lease)
+        fingerprint = _fingerprint(state, options, exchange)
+        asked = (principal, key, fingerprint, options.operation, options.lease)
         wait = settings.wait if options.wait is None else options.wait
         with bounded(functools.partial(threads_of, request.environ)) if wait else nullcontext():
             outcome = state.ledger.claim(*asked, wait, route=_route(request))
@@ -230,14 +231,14 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
     except NoRoom as error:
         logger.error("a request body does not fit into the temporary directory, and its request %s: %s", ran, error)
         return refuse(contract.unavailable())
-    except CorruptRow as error:
-        logger.error("a row is corrupt, and its request %s: %s", ran, error)
+    except CorruptRow:  # its event is logged, with the row's digest
         return refuse(contract.row_corrupt())
     except LedgerUnavailable as error:
         busy = error.reason == "busy_pool"  # which says nothing about Redis
         if not settings.fail_open or busy or settings.mode == "observe":
             return refuse(contract.unavailable())
         logger.error("a request runs unprotected, since %sFAIL_OPEN is set: %s", PREFIX, error)
+        exchange.fingerprint = fingerprint  # with which `Effects` still makes each effect once
         return None
     match outcome:
         case Reservation():

@@ -21,7 +21,7 @@ from ..core.reservation import AsyncReservation, Reservation
 from ..core.response import StoredResponse
 from ..core.settle import Ending, OnError, of_effect, settle
 from ..errors import EffectDone, FencedOut
-from ..inspection import SAMPLE
+from ..inspection import PINGED, SAMPLE
 from ..store import clients
 from ..store.clients import AsyncClient
 from ..store.cluster import wire
@@ -378,8 +378,21 @@ class AsyncLedger(BaseLedger[AsyncClient]):
 
         return decorate
 
+    async def ping(self) -> float:
+        """Run one script that only reads, and return how long it took in seconds; for a health endpoint.
+
+        It needs no more rights than the application has, and is one round trip. It does not tell whether Redis accepts
+        writes, which a full server or a replica refuses, or whether the server is fit for the ledger: see `check`.
+
+        Raises:
+            LedgerUnavailable: Redis was unreachable, refused the call, or was too slow.
+        """
+        began = time.monotonic()
+        await self._drive(flows.read(identify(self.namespace, PINGED, PINGED)))
+        return time.monotonic() - began
+
     async def check(self, *, sample: int = SAMPLE, scratch: bool = True) -> Report:
-        """Check the server, the client and a sample of rows, as `idemredis doctor` does; for a health endpoint.
+        """Check the server, the client and a sample of rows, as `idemredis doctor` does.
 
         An unreachable server is a finding of the report, not an exception.
 

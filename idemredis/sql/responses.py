@@ -34,8 +34,10 @@ def _json_response(value: object, status: Any = 200, headers: Any = ()) -> Store
         body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidResponse(f"the response is not JSON ({error}); pass a StoredResponse for another body") from None
-    pairs = tuple(
-        (str(name), str(text)) for name, text in (headers.items() if isinstance(headers, Mapping) else headers)
-    )
+    try:
+        items = headers.items() if isinstance(headers, Mapping) else headers
+        pairs = tuple((str(name), str(text)) for name, text in items)
+    except (TypeError, ValueError):
+        raise InvalidResponse("headers must be a mapping, or pairs of name and value") from None
     typed = any(name.lower() == "content-type" for name, _ in pairs)
     return StoredResponse(status, pairs if typed else (_TYPE, *pairs), body)

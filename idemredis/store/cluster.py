@@ -14,13 +14,14 @@ from redis.asyncio.cluster import ClusterNode as AsyncClusterNode
 from redis.cluster import ClusterNode
 from redis.exceptions import AskError, MovedError, ResponseError
 
+from ..core.keys import row_bytes
 from ..core.tracebacks import without_frames
 from . import clients
 from .deadline import Attempt, made_of
 from .errors import ERRORS, closed, leaves_unknown
 from .wire import AsyncWire, Trip, Wire, encode
 
-__all__ = ["AsyncRouted", "Routed", "redirection", "wire"]
+__all__ = ["REDIRECTS", "AsyncRouted", "Routed", "named", "redirection", "wire"]
 
 ASKING: Final = encode([("ASKING",)])
 """Sent to a node that a slot is moving to, on the connection of the call that follows. redis-py's own cluster clients
@@ -77,7 +78,7 @@ class Routed:
     def place(self, row: str) -> str | None:
         """Return which node has the row, as far as is known; None if no node is known to."""
         try:
-            return str(self.client.get_node_from_key(row).name)
+            return str(self.client.get_node_from_key(row_bytes(row)).name)
         except ERRORS:
             return None
 
@@ -131,7 +132,7 @@ class Routed:
             self._doubted.clear()
 
     def _node(self, row: str) -> Any:
-        return self.client.get_redis_connection(self.client.get_node_from_key(row))
+        return self.client.get_redis_connection(self.client.get_node_from_key(row_bytes(row)))
 
     def _wire(self, node: Any) -> Wire:
         wire = self._wires.get(node)
@@ -143,14 +144,8 @@ class Routed:
 
     @contextmanager
     def _named(self, redirect: AskError) -> Iterator[Wire]:
-        host, port = self.client.nodes_manager.remap_host_port(redirect.host, redirect.port)
-        known = self.client.get_node(host, port)
-        node = self.client.get_redis_connection(known or ClusterNode(host, port))  # type: ignore[no-untyped-call]
-        try:
+        with named(self.client, redirect) as (node, known):
             yield self._wire(node) if known else Wire(node, self.timeout)
-        finally:
-            if not known:
-                node.connection_pool.disconnect()
 
 
 class AsyncRouted:
@@ -242,6 +237,19 @@ class AsyncRouted:
         except BaseException as error:
             without_frames(error)
             raise
+
+
+@contextmanager
+def named(client: Any, redirect: AskError) -> Iterator[tuple[Any, bool]]:
+    """Give a client of the node that a redirection names, and whether the cluster's client knows that node."""
+    host, port = client.nodes_manager.remap_host_port(redirect.host, redirect.port)
+    known = client.get_node(host, port)
+    node = client.get_redis_connection(known or ClusterNode(host, port))  # type: ignore[no-untyped-call]
+    try:
+        yield node, bool(known)
+    finally:
+        if not known:
+            node.connection_pool.disconnect()
 
 
 def redirection(replies: Sequence[Any]) -> AskError | None:

@@ -48,7 +48,7 @@ def encode(commands: Sequence[Words]) -> bytes:
 
 def bulk(word: str | bytes | int) -> bytes:
     """Return one word of a command as Redis reads it."""
-    data = word if isinstance(word, bytes) else str(word).encode()
+    data = word if isinstance(word, bytes) else str(word).encode("utf-8", "surrogateescape")
     return b"$%d\r\n%b\r\n" % (len(data), data)
 
 
