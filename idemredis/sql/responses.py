@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.response import StoredResponse, filter_headers, storable_names
+from ..core.response import StoredResponse, deliverable
 from ..errors import InvalidResponse
 
 __all__ = ["as_response"]
@@ -24,8 +24,7 @@ def as_response(given: object) -> StoredResponse:
     """
     if not isinstance(given, StoredResponse):
         given = _json_response(*given) if isinstance(given, tuple) and len(given) in (2, 3) else _json_response(given)
-    names = storable_names(name for name, _ in given.headers)
-    return StoredResponse(given.status, filter_headers(given.headers, names), given.body, given.omitted)
+    return StoredResponse(given.status, deliverable(given.headers), given.body, given.omitted)
 
 
 def _json_response(value: object, status: Any = 200, headers: Any = ()) -> StoredResponse:
