@@ -208,8 +208,9 @@ class Effects:
         statement = insert(self.table, r, response)
         try:
             check_dialect(session.get_bind(clause=statement).dialect)
-            check_transactional(session.connection(bind_arguments={"clause": statement}))
-            session.execute(statement)
+            connection = session.connection(bind_arguments={"clause": statement})
+            check_transactional(connection)
+            connection.execute(statement)  # not the session, which would flush the application's objects now
         except DBAPIError as error:
             abandon(session)
             error.hide_parameters = True  # the row's name has the principal and the key

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.support.servers import Server, start
 
-from . import calls, counting, instructions, peers, process, rows, serving
+from . import attention, calls, counting, instructions, peers, process, rows, serving
 from .turns import Figure
 
 SECTIONS: Mapping[str, tuple[Callable[[Server], Iterable[Figure]], ...]] = {
@@ -29,6 +29,7 @@ SECTIONS: Mapping[str, tuple[Callable[[Server], Iterable[Figure]], ...]] = {
     "server": (rows.server_cpu, rows.hot_key),
     "memory": (rows.memory,),
     "scale": (rows.many_rows, rows.cluster, rows.io_threads),
+    "attention": (attention.stuck_rows,),
     "peers": (peers.peers,),
 }
 

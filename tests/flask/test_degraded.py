@@ -274,7 +274,8 @@ def test_a_corrupt_row_is_no_trouble_while_observing(make_site: MakeSite, caplog
     site.store.hset(site.row_name(), "status", "other")
     before = site.rows()
     assert (site.send().text, site.rows()) == ("charge 2", before)
-    assert "a row is corrupt, and its request runs, since it is only observed" in caplog.text
+    assert f"corrupt: row {site.events[-1].digest} generation 0, POST /charges: " in caplog.text
+    assert site.events[-1].observed
 
 
 def test_a_view_that_holds_for_review_is_held_while_observing(make_site: MakeSite) -> None:
