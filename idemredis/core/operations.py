@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import count
 from typing import Any, Generic, TypeAlias, TypeVar
 
-from ..errors import CorruptRow, NotDurable
+from ..errors import CorruptRow, LedgerUnavailable, NotDurable
 from .keys import Identity
 from .outcomes import Done, Fenced, InProgress, Lost, Renewed, Replay, Reused, Row, Stale, Survey, SurveyedRow
 from .reservation import Lease, Reservation
