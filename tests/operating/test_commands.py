@@ -518,6 +518,12 @@ def test_flask_idempotency_has_the_applications_own_ledger(valkey_server: Server
         201,
     )
     assert flask("doctor").exit_code == 0
+    refused = flask("release", "--digest", row["digest"])
+    assert refused.stderr.splitlines()[-1] == f"  flask idempotency forget --digest {row['digest']}"
+    strange = f"{namespace}:acct_1:strange"
+    app.extensions["idemredis"].ledger.client.set(strange, "x", px=60_000)
+    assert f"-> flask idempotency forget --digest {digest(strange)}\n" in flask("doctor").stdout
+    assert flask("forget", "--row", strange, "--yes").exit_code == 0
     assert flask("forget", "acct_1", "order-1", "--yes").exit_code == 0
     assert json.loads(flask("ls", "--json").stdout) == []
     app.extensions["idemredis"].ledger.client.close()
