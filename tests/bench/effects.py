@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 
-from sqlalchemy.orm import sessionmaker
+from sqlalchemy.orm import Session, sessionmaker
 
 from idemredis import Ledger, Reservation
 from tests.support.databases import KINDS, Databases
@@ -33,20 +33,20 @@ def records(server: Server) -> Iterator[Figure]:
             engine = prepared(databases, kind).engine()
             make = sessionmaker(engine)
 
-            def plain(make: sessionmaker[object] = make) -> None:  # type: ignore[type-var]
+            def plain(make: sessionmaker[Session] = make) -> None:
                 with make() as session:
                     session.add(Order(made_by=1))
                     session.flush()
                     session.commit()
 
-            def record(make: sessionmaker[object] = make) -> None:  # type: ignore[type-var]
+            def record(make: sessionmaker[Session] = make) -> None:
                 with make() as session:
                     session.add(Order(made_by=1))
                     session.flush()
                     effects.record(session, attempt(), ({"order": 1}, 201))
                     session.commit()
 
-            def once(make: sessionmaker[object] = make) -> None:  # type: ignore[type-var]
+            def once(make: sessionmaker[Session] = make) -> None:
                 with effects.once(make, attempt()) as e:
                     e.session.add(Order(made_by=1))
                     e.session.flush()

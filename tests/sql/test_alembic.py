@@ -22,7 +22,8 @@ def test_autogenerate_finds_the_table_once_and_a_migration_by_hand_makes_the_sam
 
     def found(connection: Any) -> list[Any]:
         options = {"include_object": lambda thing, name, *rest: "migrated" in name, "compare_type": True}
-        return compare_metadata(MigrationContext.configure(connection, opts=options), metadata)
+        changes: list[Any] = compare_metadata(MigrationContext.configure(connection, opts=options), metadata)
+        return changes
 
     with engine.begin() as connection:
         assert [change[0] for change in found(connection)] == ["add_table", "add_index"]
