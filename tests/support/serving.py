@@ -19,12 +19,12 @@ from tests.support.processes import mortal
 from tests.support.served import LET_GO, Setup
 from tests.support.waiting import wait_until
 
-__all__ = ["ASGI_KINDS", "STARTS_WITHIN", "Answer", "Served", "read_answer"]
+__all__ = ["ASGI_KINDS", "PATIENCE", "Answer", "Served", "read_answer"]
 
 ROOT = Path(__file__).parents[2]
 ASGI_KINDS = ("uvicorn", "hypercorn")
-STARTS_WITHIN = 60.0
-"""Seconds; servers import much, and the machine may be busy."""
+PATIENCE = 60.0
+"""Seconds for a server to start, which imports much, and to answer; the machine may be busy."""
 
 
 class Answer(NamedTuple):
@@ -81,7 +81,7 @@ class Served:
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(mortal(words), cwd=ROOT, stdout=log, stderr=log)
         try:
-            wait_until(self._is_up, STARTS_WITHIN)
+            wait_until(self._is_up, PATIENCE)
         except BaseException:
             self.close()
             raise
@@ -116,7 +116,7 @@ class Served:
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(20.0)
+        connection.settimeout(PATIENCE)
         try:
             connection.connect(self._setup.address)
         except OSError:
