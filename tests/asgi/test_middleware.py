@@ -634,7 +634,7 @@ def test_a_claim_that_is_cancelled_runs_nothing_and_its_row_is_given_up(
 
     for steps in range(40):
         site.loop.run(serve(f"k{steps}", steps))
-        answer = wait_until(lambda steps=steps: (got := site.send(f"k{steps}")).status_code == 201 and got)  # type: ignore[misc]
+        answer = wait_until(lambda steps=steps: (got := site.send(f"k{steps}")).status_code == 201 and got)
         assert answer
     assert [site.row(f"k{steps}")["status"] for steps in range(40)] == [b"completed"] * 40
     assert "corrupt" not in caplog.text
@@ -671,3 +671,21 @@ def test_of_the_duplicates_of_one_key_four_wait_and_the_rest_are_refused_at_once
 
     assert site.loop.run(serve()) == [201, *[201] * A_KEY, *[409] * 5]
     assert len(site.runs) == 1
+
+
+def test_a_request_within_a_once_function_has_a_reservation_of_its_own(make_asgi_site: MakeAsgiSite) -> None:
+    site = make_asgi_site()
+
+    @site.idempotency.protect
+    async def charge(request: Request) -> Response:
+        return PlainTextResponse(current_reservation.key)
+
+    site.app.router.routes.append(Route("/charges", charge, methods=POST))
+
+    @site.ledger.once(principal="worker", key="outer")
+    async def work() -> list[str]:
+        scope, pieces = site.request("inner")
+        wire = await site.serve(scope, Wire(pieces))
+        return [wire.body.decode(), current_reservation.key]
+
+    assert site.loop.run(work()) == ["inner", "outer"]
