@@ -634,7 +634,7 @@ def test_a_claim_that_is_cancelled_runs_nothing_and_its_row_is_given_up(
 
     for steps in range(40):
         site.loop.run(serve(f"k{steps}", steps))
-        answer = wait_until(lambda steps=steps: (got := site.send(f"k{steps}")).status_code == 201 and got)
+        answer = wait_until(lambda steps=steps: (got := site.send(f"k{steps}")).status_code == 201 and got)  # type: ignore[misc]
         assert answer
     assert [site.row(f"k{steps}")["status"] for steps in range(40)] == [b"completed"] * 40
     assert "corrupt" not in caplog.text
