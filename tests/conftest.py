@@ -33,7 +33,7 @@ hypothesis.settings.load_profile("suite")
 SLOW_FOLDERS = {"bench", "demo", "faults", "packaging", "shop"}
 SLOW_SERVERS = {"redis", "cluster"}
 SLOW_DOORS = {"thread", "guard"}
-SLOW_FIXTURES = {"broker", "gunicorn", "pair", "served_by", "started_cluster"}
+SLOW_FIXTURES = {"broker", "pair", "served_by", "started_cluster", "workers"}
 
 STARTED_ONCE = (
     "tests/packaging/",
