@@ -37,9 +37,40 @@ local function plain(headers)
   end
 end
 
--- Returns true if this response and checkpoint need no reader that knows JSON.
+-- Returns the position after a JSON value that every reader accepts: strings without escapes, integers, and not deep.
+local function after_json(text, first, depth)
+  local _, stop = string.find(text, '^"[^"\\%c\127-\255]*"', first)
+  if stop then return stop + 1 end
+  for _, word in ipairs({'^-?[1-9]%d*', '^-?0', '^null', '^true', '^false'}) do
+    _, stop = string.find(text, word, first)
+    if stop then return stop - first < 100 and stop + 1 or nil end
+  end
+  local opened, at = string.sub(text, first, first), first + 1
+  local closed = opened == '[' and ']' or opened == '{' and '}'
+  if not closed or depth > 9 then return nil end
+  if string.sub(text, at, at) == closed then return at + 1 end
+  while true do
+    if opened == '{' then
+      _, stop = string.find(text, '^"[^"\\%c\127-\255]*": ?', at)
+      if not stop then return nil end
+      at = stop + 1
+    end
+    at = after_json(text, at, depth + 1)
+    if not at then return nil end
+    if string.sub(text, at, at) == closed then return at + 1 end
+    _, stop = string.find(text, '^, ?', at)
+    if not stop then return nil end
+    at = stop + 1
+  end
+end
+
+-- Returns true if this response and checkpoint can be judged without a reader that knows all of JSON.
 local function readable(progress)
-  if progress[5] then return false end
+  local checkpoint, checkpoint_data = progress[5], progress[6]
+  if checkpoint then
+    if string.find(checkpoint, '[\128-\255]') then return false end
+    if after_json(checkpoint_data, 1, 0) ~= #checkpoint_data + 1 then return false end
+  end
   if not progress[1] then return true end
   return #progress[1] == 3 and tonumber(progress[1]) >= 100 and plain(progress[2])
     and (not progress[4] or omissions[progress[4]] ~= nil)

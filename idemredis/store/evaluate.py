@@ -122,7 +122,7 @@ def encode_call(script: Script, call: Call[Any], by_text: bool = False) -> bytes
     parts = [_head(script.text if by_text else script.sha, by_text, len(call.args))]
     for word in (call.row, *call.args):
         if type(word) is str:
-            text = word if word.isascii() else word.encode().decode("latin-1")
+            text = word if word.isascii() else word.encode("utf-8", "surrogateescape").decode("latin-1")
         else:
             text = word.decode("latin-1") if type(word) is bytes else str(word)
         try:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..core.keys import row_prefix
+from ..core.text import escaped
 from ..events import Event
 from ..store.clients import Client
 from ..store.deadline import made_of
@@ -99,4 +100,4 @@ class Publisher:
             except ERRORS as error:
                 self.dropped += 1
                 if self.dropped == 1:
-                    logger.warning("events cannot be published and are dropped (logged once): %s", error)
+                    logger.warning("events cannot be published and are dropped (logged once): %s", escaped(str(error)))

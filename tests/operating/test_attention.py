@@ -185,19 +185,36 @@ HEADERS = [
     "[" * 5000,
 ]
 
+CHECKPOINTS: list[str | bytes] = [
+    *("null", "true", "false", "nul", "nulll", "True", "NaN", "Infinity", "-Infinity", "nan", ""),
+    *("0", "-0", "1", "-12", "01", "-", "+1", "1.5", "1.", ".5", "1e5", "0x10", "9" * 5000),
+    *('"x"', '"a b~"', '"', '"x', '"\x01"', '"\x7f"', '"\\u00e9"', '"\\"', '"é"', b'"\xff"', b"\xff"),
+    *("[]", "[1]", "[1, 2]", "[1,2]", "[1,]", "[,]", "[1 ,2]", "[1,  2]", "[1", "]", "[1]]", "[1] ", " [1]"),
+    *(
+        "{}",
+        '{"a": 1}',
+        '{"a":1,"b":null}',
+        '{"a": [1, {"b": "c"}]}',
+        '{"a"}',
+        '{"a": }',
+        "{a: 1}",
+        "{1: 2}",
+        '{"a": 1,}',
+    ),
+    *("[" * 8 + "]" * 8, "[" * 40 + "]" * 40, "[" * 5000, "[" * 5000 + "]" * 5000, "[}", "{]"),
+]
+
 SPOILED: list[dict[str, Any]] = [
     *({"response_headers": text.encode("latin-1") if text == "\xff" else text} for text in HEADERS),
     *({"response_status": text} for text in ("99", "100", "201", "999", "1000", "0201", "007", "-1", "2e2", "")),
     *({"response_omitted": text} for text in (*OMISSIONS, "because", "too_large\n")),
-    *(
-        {"checkpoint": "c", "checkpoint_data": text, "checkpoint_seq": "1"}
-        for text in ("null", "{}", "{", "NaN", "01", "nul", '{"a": [1, "x"]}', b"\xff", '"\x01"', "[" * 5000)
-    ),
+    *({"checkpoint": "c", "checkpoint_data": text, "checkpoint_seq": "1"} for text in CHECKPOINTS),
     *({"checkpoint": "c", "checkpoint_data": "1", "checkpoint_seq": text} for text in ("", "x", "1.5")),
     *({"generation": text} for text in ("0", "1", " 1", "1_0", "9" * 16)),
     *({"created_at": text} for text in ("", "x", "9" * 16, "-5")),
     {"owner": "", "lease": "0"},
     {"checkpoint": "c"},
+    *({"checkpoint": name, "checkpoint_data": "1", "checkpoint_seq": "1"} for name in ("", "é", b"\xff")),
 ]
 
 

@@ -166,6 +166,47 @@ def test_what_is_stored_cannot_steer_a_terminal(place: Place, run: Run, ledger: 
         assert r"c\x1b[2Jd" in run(*words).out
 
 
+EVIL = "\x1b[2J\x07\r\u202e"
+
+
+def test_no_verb_prints_what_others_wrote_as_it_is(place: Place, run: Run, ledger: Ledger, namespace: str) -> None:
+    """Whoever may write to this Redis can make up every text of a row, and names that are not a row's."""
+    r = claimed(ledger, f"a{EVIL}", "k", "f", f"op{EVIL}", route=f"POST {EVIL}")
+    ledger.checkpoint(r, f"c{EVIL}", {"data": EVIL})
+    done = claimed(ledger, "a", "done", "f")
+    ledger.complete(done, StoredResponse(201, (("content-type", "text/plain"),), EVIL.encode()))
+    odd = [f"{namespace}:{EVIL}:k", f"{namespace}:a:{EVIL}", f"{namespace}:a:b:c:{EVIL}"]
+    for name in odd:
+        place.client.hset(name, EVIL, EVIL)
+        place.client.expire(name, 60)
+    of_row = ("--operation", f"op{EVIL}")
+    for words in (
+        ("ls",),
+        ("ls", "--status", "corrupt"),
+        ("ls", "--status", "completed"),
+        ("show", f"a{EVIL}", "k", *of_row),
+        ("show", f"a{EVIL}", "k"),
+        ("show", "a", "done", "--body"),
+        ("show", EVIL, "nothing"),
+        ("stats",),
+        ("doctor",),
+        ("release", f"a{EVIL}", "k", *of_row),
+        ("release", f"a{EVIL}", "k", *of_row, "--yes"),
+        ("resolve", f"a{EVIL}", "k", *of_row, "--status", "204", "--yes"),
+        ("resolve", f"a{EVIL}", "k", *of_row, "--status", "204", "--yes"),
+        ("forget", f"a{EVIL}", "k", *of_row),
+        ("forget", f"a{EVIL}", "k", *of_row, "--yes"),
+        ("forget", f"a{EVIL}", "k", *of_row, "--yes"),
+        *(("ls", "--json", "--status", status) for status in ("corrupt", "completed")),
+        ("scripts", EVIL),
+    ):
+        ran = run(*words)
+        for printed in (ran.out, ran.err):
+            assert all(char.isprintable() or char == "\n" for char in printed), (words, printed)
+    for name in odd:
+        place.client.delete(name)
+
+
 def test_stats_count_rows_and_say_what_a_day_needs(place: Place, run: Run, ledger: Ledger) -> None:
     for i in range(6):
         ledger.complete(claimed(ledger, "a", f"k{i}", "f"), ANSWER)
@@ -477,6 +518,12 @@ def test_flask_idempotency_has_the_applications_own_ledger(valkey_server: Server
         201,
     )
     assert flask("doctor").exit_code == 0
+    refused = flask("release", "--digest", row["digest"])
+    assert refused.stderr.splitlines()[-1] == f"  flask idempotency forget --digest {row['digest']}"
+    strange = f"{namespace}:acct_1:strange"
+    app.extensions["idemredis"].ledger.client.set(strange, "x", px=60_000)
+    assert f"-> flask idempotency forget --digest {digest(strange)}\n" in flask("doctor").stdout
+    assert flask("forget", "--row", strange, "--yes").exit_code == 0
     assert flask("forget", "acct_1", "order-1", "--yes").exit_code == 0
     assert json.loads(flask("ls", "--json").stdout) == []
     app.extensions["idemredis"].ledger.client.close()
