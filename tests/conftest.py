@@ -30,13 +30,12 @@ hypothesis.settings.register_profile("suite", deadline=None)  # the machine may 
 hypothesis.settings.load_profile("suite")
 
 
-SLOW_FOLDERS = {"bench", "demo", "faults", "packaging", "shop"}
+SLOW_FOLDERS = {"bench", "demo", "faults", "packaging", "shop", "sql"}
 SLOW_SERVERS = {"redis", "cluster"}
 SLOW_FIXTURES = {"broker", "gunicorn", "pair", "served_by", "started_cluster"}
 
 STARTED_ONCE = (
     "tests/packaging/",
-    "tests/sql/",
     "tests/shop/",
     "tests/faults/test_clock_jumps.py",
     "tests/flask/test_real_servers.py",
