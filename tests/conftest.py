@@ -20,7 +20,7 @@ from tests.support.servers import Server
 from tests.support.started import Servers
 from tests.support.subject import AnyServer, MakeSubject, Mode, Subject
 
-pytest_plugins = ["tests.support.site", "tests.support.worker", "tests.support.place"]
+pytest_plugins = ["tests.support.site", "tests.support.doors", "tests.support.worker", "tests.support.place"]
 
 TESTS = Path(__file__).parent
 
@@ -32,12 +32,14 @@ hypothesis.settings.load_profile("suite")
 
 SLOW_FOLDERS = {"bench", "demo", "faults", "packaging", "shop", "sql"}
 SLOW_SERVERS = {"redis", "cluster"}
+SLOW_DOORS = {"thread", "guard"}
 SLOW_FIXTURES = {"broker", "gunicorn", "pair", "served_by", "started_cluster"}
 
 STARTED_ONCE = (
     "tests/packaging/",
     "tests/shop/",
     "tests/faults/test_clock_jumps.py",
+    "tests/asgi/test_real_servers.py",
     "tests/flask/test_real_servers.py",
     "tests/store/test_outages.py",
 )
@@ -63,7 +65,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         servers = {value for value in params if isinstance(value, str)}
         fixtures = set(getattr(item, "fixturenames", ()))
         folder = item.path.relative_to(TESTS).parts[0]
-        if folder in SLOW_FOLDERS or servers & SLOW_SERVERS or fixtures & SLOW_FIXTURES:
+        if folder in SLOW_FOLDERS or servers & (SLOW_SERVERS | SLOW_DOORS) or fixtures & SLOW_FIXTURES:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: (not item.nodeid.startswith(STARTED_ONCE), item.get_closest_marker("slow") is None))
 

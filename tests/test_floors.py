@@ -26,13 +26,17 @@ FLOORS = [
     {"ledger"},
     {"web"},
     {"telemetry", "sql"},
-    {"flask", "operating"},
+    {"flask", "asgi", "operating"},
+    {"fastapi"},
     {"testing"},
 ]
 """The folders and the modules beside them, from the ground up; a module imports from its own folder and from below."""
 
 PURE = {"errors", "policy", "events", "core"}
 """What knows no client, no thread and no framework."""
+
+PUBLIC = {"", "testing", "flask", "asgi", "fastapi"}
+"""The modules that users import."""
 
 MODULES = sorted(
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
@@ -125,6 +129,14 @@ print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
     assert "idemredis" in ran.stdout.split()
 
 
+def test_importing_the_asgi_door_imports_no_framework() -> None:
+    code = "import sys, idemredis.asgi; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    frameworks = {"flask", "werkzeug", "starlette", "fastapi", "litestar", "quart", "django", "pydantic"}
+    assert not frameworks & set(ran.stdout.split())
+
+
 @pytest.mark.parametrize("module", ["", *MODULES])
 def test_every_module_says_what_is_public_and_every_public_name_what_it_is_for(module: str) -> None:
     loaded = importlib.import_module(f"idemredis.{module}".rstrip("."))
@@ -145,7 +157,11 @@ def test_every_module_says_what_is_public_and_every_public_name_what_it_is_for(m
                 and not inspect.getdoc(member)
                 and module == ""
             ]
-        elif isinstance(thing, FunctionType) and not thing.__doc__ and module in ("", "testing", "flask"):
+        elif (
+            isinstance(thing, FunctionType)
+            and not thing.__doc__
+            and module in ("", "testing", "flask", "asgi", "fastapi")
+        ):
             undocumented.append(name)
     assert not undocumented
 

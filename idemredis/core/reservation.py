@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
@@ -18,7 +18,9 @@ from .slots import slot_setters
 __all__ = [
     "CHOICES",
     "HEARTBEATS",
+    "NOTHING",
     "AsyncReservation",
+    "AsyncUnprotected",
     "Choice",
     "Lease",
     "Reservation",
@@ -27,6 +29,7 @@ __all__ = [
     "chosen_outcome",
     "freeze",
     "observed",
+    "save_through",
 ]
 
 HEARTBEATS = 3
@@ -416,9 +419,36 @@ class Unprotected(Reservation):
         return f"{type(self).__name__}(route={self.route!r})"
 
 
+class AsyncUnprotected(Unprotected, AsyncReservation):
+    """An `Unprotected` for views on an event loop: `checkpoint` is awaited, and does nothing."""
+
+    __slots__ = ()
+
+    def _save_checkpoint(self, name: str, data: object) -> Any:
+        """Save nothing."""
+        return NOTHING if self._save is None else self._save(self, name, data)  # type: ignore[attr-defined]
+
+
+class _Nothing:
+    """Can be awaited, and need not be."""
+
+    def __await__(self) -> Iterator[None]:
+        return iter(())
+
+
+NOTHING = _Nothing()
+"""What a stand-in's `checkpoint` returns on an event loop."""
+
+
 def observed(r: Reservation) -> Unprotected:
     """Return what a view that is only observed sees of its claim; its `outcome` decides what is recorded."""
-    return Unprotected(lambda: r.identity, r.route, r._settable)  # type: ignore[attr-defined]
+    kind = AsyncUnprotected if isinstance(r, AsyncReservation) else Unprotected
+    return kind(lambda: r.identity, r.route, r._settable)  # type: ignore[attr-defined]
+
+
+def save_through(r: Reservation, save: Callable[[Reservation, str, object], Any]) -> None:
+    """Have `checkpoint` call `save`: a view may run in a thread beside the event loop of its ledger."""
+    object.__setattr__(r, "_save", save)
 
 
 def freeze(r: Reservation) -> None:

@@ -12,19 +12,18 @@ from weakref import WeakSet
 
 from flask import Blueprint, Flask, current_app, request
 
-from ..core.keys import valid_principal
 from ..core.reservation import Reservation
-from ..core.settle import ON_ERROR
 from ..core.tracebacks import hides_arguments
-from ..errors import ConfigurationError, InvalidPrincipal
+from ..errors import ConfigurationError
 from ..events import Observer
 from ..ledger import Ledger
-from ..policy import check_seconds
 from ..store.clients import Client
-from ..web.settings import LEDGER_SETTINGS, PREFIX, Settings, in_settings
+from ..web.options import Options, check_lease, misused
+from ..web.settings import PREFIX, Settings
+from ..web.setup import check_given, constant, make_ledger
 from ._exchange import current_answer, exchanges, process_response, request_context, watch
 from ._request import run_protected
-from ._state import EXTENSION, Options, State
+from ._state import EXTENSION, State
 from ._views import EXEMPT, OPTIONS
 
 __all__ = ["Idempotency"]
@@ -65,19 +64,12 @@ class Idempotency:
         observers: Iterable[Observer] = (),
         problem: Callable[[str, int, str, dict[str, int]], Any] | None = None,
     ) -> None:
-        if client is not None and ledger is not None:
-            raise ConfigurationError("pass a client or a ledger, not both; a ledger has its own client")
-        if ledger is not None and not isinstance(ledger, Ledger):
-            raise ConfigurationError(f"ledger must be a Ledger, not {type(ledger).__name__}")
         self._observers = tuple(observers)
-        if ledger is not None and self._observers:
-            raise ConfigurationError("pass observers to the Ledger; one that is passed here has its own")
-        if problem is not None and not callable(problem):
-            raise ConfigurationError(f"problem must be a function, not {problem!r}")
+        check_given(Ledger, client, ledger, self._observers, problem)
         self.problem = problem
         self.protected: WeakSet[Callable[..., Any]] = WeakSet()
         self._retention = math.inf if ledger is None else ledger.policy.retention
-        self._principal = principal if callable(principal) else _constant(principal)
+        self._principal = principal if callable(principal) else functools.partial(constant, constant(principal))
         self._client = client
         self._ledger = ledger
         if app is not None:
@@ -104,9 +96,10 @@ class Idempotency:
                 f"{app.name!r} routes by host, so {PREFIX}FINGERPRINT_HEADERS must have 'host' in it; add it to "
                 f"{settings.fingerprint_headers!r}"
             )
-        state = State(self, self._make_ledger(settings), replace(settings, url=None))
+        ledger = make_ledger(Ledger, settings, self._client, self._ledger, self._observers)
+        state = State(self, ledger, replace(settings, url=None))
         for view in self.protected:
-            _check_lease(getattr(view, OPTIONS), state.ledger.policy.retention, view.__qualname__)
+            check_lease(getattr(view, OPTIONS), state.ledger.policy.retention, view.__qualname__)
         self._retention = min(self._retention, state.ledger.policy.retention)
         if before is None:
             # Flask refuses this once the application has served a request, and then nothing is hooked in.
@@ -153,13 +146,13 @@ class Idempotency:
             ConfigurationError, TypeError: an option is not supported.
         """
         if view is not None and (isinstance(view, type) or not callable(view)):
-            raise ConfigurationError(_misused(view))
-        chosen = _checked(Options(**options))
-        _check_lease(chosen, self._retention)
+            raise ConfigurationError(misused(view))
+        chosen = Options(**options)
+        check_lease(chosen, self._retention)
 
         def decorate(view: View) -> View:
             if isinstance(view, type) or not callable(view):
-                raise ConfigurationError(_misused(view))
+                raise ConfigurationError(misused(view))
             is_async = inspect.iscoroutinefunction(view)
 
             @functools.wraps(view)
@@ -181,26 +174,6 @@ class Idempotency:
     def principal(self) -> object:
         """Return the principal of the current request."""
         return self._principal()
-
-    def _make_ledger(self, settings: Settings) -> Ledger:
-        if self._ledger is not None:
-            if doubled := sorted(settings.configured & LEDGER_SETTINGS):
-                raise ConfigurationError(
-                    f"{PREFIX}{doubled[0]} is the ledger's own setting; set it where the ledger is made"
-                )
-            return self._ledger
-        if self._client is not None and settings.url is not None:
-            raise ConfigurationError(f"{PREFIX}URL and a client are both given; remove one")
-        how = (settings.policy, settings.namespace, self._observers)
-        options: dict[str, Any] = {"socket_timeout": settings.socket_timeout, "log_keys": settings.log_keys}
-        try:
-            if self._client is not None:
-                return Ledger(self._client, *how, **options)
-            if settings.url is None:
-                raise ConfigurationError(f"{PREFIX}URL is not set; use a redis:// URL, or memory:// for a first try")
-            return Ledger.from_url(settings.url, *how, **options)
-        except ConfigurationError as error:
-            raise in_settings(error) from None
 
 
 def _hook_in(app: Flask) -> None:
@@ -249,45 +222,3 @@ def _protect(app: Flask, state: State, dispatch: Callable[[], Any]) -> Any:
             "@functools.wraps(view) on the wrapper that the decorator returns, or @exempt or @protect above it"
         )
     return run_protected(marks.hidden[0] if marks.hidden else Options(), dispatch)
-
-
-def _constant(principal: object) -> Callable[[], object]:
-    try:
-        valid_principal(principal)
-    except InvalidPrincipal as error:
-        raise ConfigurationError(f"{error}; pass a function, or a constant for a single-tenant service") from None
-    return lambda: principal
-
-
-def _misused(view: object) -> str:
-    if isinstance(view, type):
-        return f"protect takes a function; give the class {view.__name__} `decorators = [idempotency.protect]` instead"
-    if isinstance(view, str):
-        return f"protect takes a function, or options by name: protect(operation={view!r})"
-    return f"protect takes a function, or options by name, not {view!r}"
-
-
-def _check_lease(options: Options, retention: float, view: str = "") -> None:
-    if options.lease is not None and options.lease >= retention:
-        of_view = f" of {view}" if view else ""
-        raise ConfigurationError(
-            f"protect(lease={options.lease:g}){of_view} must be shorter than the retention of {retention:g} s; "
-            f"choose a shorter lease, or a longer {PREFIX}RETENTION_SECONDS"
-        )
-
-
-def _checked(options: Options) -> Options:
-    if not isinstance(options.operation, str):
-        raise ConfigurationError(f"operation must be a str, not {options.operation!r}")
-    if not isinstance(options.required, bool | None):
-        raise ConfigurationError(f"required must be True or False, not {options.required!r}")
-    for name, function in (("fingerprint", options.fingerprint), ("recover", options.recover)):
-        if function is not None and not callable(function):
-            raise ConfigurationError(f"{name} must be a function, not {function!r}")
-    if options.lease is not None:
-        check_seconds("lease", options.lease)
-    if options.wait:
-        check_seconds("wait", options.wait)
-    if options.on_error is not None and options.on_error not in ON_ERROR:
-        raise ConfigurationError(f"on_error must be one of {', '.join(ON_ERROR)}, not {options.on_error!r}")
-    return options

@@ -6,7 +6,6 @@ import copy
 import functools
 import io
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,31 +17,28 @@ from werkzeug.datastructures import Headers
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
 from ..core.fingerprint import begin_fingerprint, fingerprint_endpoint
-from ..core.keys import Identity, identify, valid_principal
-from ..core.outcomes import InProgress, Replay, Reused
+from ..core.keys import Identity, valid_principal
 from ..core.reservation import Reservation, Unprotected, observed
 from ..core.response import NULL_BODY_STATUSES, StoredResponse
 from ..core.settle import Ending, of_effect
 from ..errors import (
     ConfigurationError,
-    CorruptRow,
     EffectDone,
     HoldForReview,
-    InvalidKey,
-    InvalidPrincipal,
     KeyReused,
-    LedgerUnavailable,
 )
 from ..events import observing, serving
 from ..ledger.current import look_also_in, running
 from ..ledger.waiting import bounded
-from ..web.body import BodyIncomplete, BodyTooLarge, LengthRequired, NoRoom, RequestBody, raw_target
+from ..web.body import BodyTooLarge, RequestBody, raw_target
+from ..web.claims import answer_to, identity_of, refusal_for
 from ..web.contract import Refusal, parse_key
+from ..web.options import Options
 from ..web.recorder import ResponseRecorder
-from ..web.settings import PREFIX, Settings
+from ..web.settings import Settings
 from ..web.threads import threads_of
 from ._exchange import CLAIMED, Exchange, body_limit, exchange_of
-from ._state import EXTENSION, Options, State
+from ._state import EXTENSION, State
 
 __all__ = ["run_protected"]
 
@@ -115,13 +111,10 @@ def _identity_of(state: State, options: Options, header: str | None) -> Identity
     namespace, principal = state.ledger.namespace, ""
     try:
         principal = valid_principal(state.extension.principal())
-        if header is not None:
-            return identify(
-                namespace, principal, parse_key(header, state.settings.contract.protocol), options.operation
-            )
+        return identity_of(namespace, principal, header, state.settings, options.operation)
     except Exception as error:  # the view runs all the same, and its principal may be nobody
         logger.debug("a request that runs unprotected has no row: %s", error)
-    return Identity(principal, options.operation, "", f"{namespace}:{os.urandom(16).hex()}")
+    return identity_of(namespace, principal, None, state.settings, options.operation)
 
 
 def _observe(
@@ -202,7 +195,6 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
     settings, contract = state.settings, state.settings.contract
     request = exchange.request
     refuse = functools.partial(_refuse, state)
-    ran = "runs, since it is only observed" if settings.mode == "observe" else "was not run"
     try:
         principal = state.extension.principal()
         if principal is None:
@@ -217,38 +209,13 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
         wait = settings.wait if options.wait is None else options.wait
         with bounded(functools.partial(threads_of, request.environ)) if wait else nullcontext():
             outcome = state.ledger.claim(*asked, wait, route=_route(request))
-    except InvalidPrincipal as error:
-        logger.warning("a request has no valid principal, and %s: %s", ran, error)
-        return refuse(contract.principal_required())
-    except InvalidKey as error:
-        return refuse(contract.key_invalid(error))
-    except BodyIncomplete:
-        return refuse(contract.body_incomplete())
-    except LengthRequired:
-        return refuse(contract.length_required())
-    except BodyTooLarge:
-        return refuse(contract.body_too_large(settings.max_request))
-    except NoRoom as error:
-        logger.error("a request body does not fit into the temporary directory, and its request %s: %s", ran, error)
-        return refuse(contract.unavailable())
-    except CorruptRow:  # its event is logged, with the row's digest
-        return refuse(contract.row_corrupt())
-    except LedgerUnavailable as error:
-        busy = error.reason == "busy_pool"  # which says nothing about Redis
-        if not settings.fail_open or busy or settings.mode == "observe":
-            return refuse(contract.unavailable())
-        logger.error("a request runs unprotected, since %sFAIL_OPEN is set: %s", PREFIX, error)
-        exchange.fingerprint = fingerprint  # with which `Effects` still makes each effect once
-        return None
-    match outcome:
-        case Reservation():
-            return outcome
-        case Replay():
-            return _replay(state, outcome.response)
-        case InProgress():
-            return refuse(contract.lost_race() if outcome.stale else contract.in_progress(outcome.retry_after))
-        case Reused():
-            return refuse(contract.key_reused())
+    except Exception as error:
+        refusal = refusal_for(error, settings)
+        if refusal is None:
+            exchange.fingerprint = fingerprint  # with which `Effects` still makes each effect once
+            return None
+        return refuse(refusal)
+    return outcome if isinstance(outcome, Reservation) else _answer(state, answer_to(outcome, contract))
 
 
 def _route(request: Request) -> str:
@@ -347,14 +314,6 @@ def _wsgi_name(header: str) -> str:
 
 
 # Refusals and replays
-
-
-def _replay(state: State, stored: StoredResponse) -> Response:
-    """Return a stored response without headers that must not be replayed; a worker or person may have stored them."""
-    response = _answer(state, stored)
-    if not stored.omitted:
-        response.headers["Idempotent-Replayed"] = "true"
-    return response
 
 
 def _answer(state: State, response: StoredResponse) -> Response:

@@ -6,14 +6,13 @@ import functools
 import logging
 from collections.abc import Iterable, Iterator
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from flask import Flask, Request
 from flask.views import http_method_funcs
 from werkzeug.local import LocalProxy
 
-if TYPE_CHECKING:
-    from ._state import Options
+from ..web.options import Options
 
 __all__ = ["EXEMPT", "OPTIONS", "Marks", "Views", "wrapped_by"]
 

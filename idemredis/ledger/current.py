@@ -17,11 +17,11 @@ _elsewhere: list[Callable[[], Reservation | None]] = []
 
 
 class running:  # used like a function; a generator as a context manager costs three times as much
-    """Make `r` the current reservation for the block."""
+    """Make `r` the current reservation for the block; None hides one that is around the block."""
 
     __slots__ = ("_reservation", "_token")
 
-    def __init__(self, r: Reservation) -> None:
+    def __init__(self, r: Reservation | None) -> None:
         self._reservation = r
 
     def __enter__(self) -> None:

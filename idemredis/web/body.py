@@ -10,7 +10,20 @@ from collections.abc import Callable, Iterator
 from typing import IO, Any, TypeAlias
 from urllib.parse import quote
 
-__all__ = ["BodyIncomplete", "BodyTooLarge", "Environ", "LengthRequired", "NoRoom", "RequestBody", "raw_target"]
+__all__ = [
+    "CHUNK",
+    "SPOOL",
+    "BodyIncomplete",
+    "BodyTooLarge",
+    "Environ",
+    "LengthRequired",
+    "NoRoom",
+    "RequestBody",
+    "Spool",
+    "origin_form",
+    "quoted",
+    "raw_target",
+]
 
 logger = logging.getLogger("idemredis")
 
@@ -43,7 +56,7 @@ class NoRoom(Exception):
     """There is no room on the disk for the body."""
 
 
-class _Spool:
+class Spool:
     """Bytes that are kept in memory, or in a temporary file if there are many; `file` reads them after `rewind`.
 
     `tempfile.SpooledTemporaryFile` is not used, since reading it line by line is slow.
@@ -121,7 +134,7 @@ class _Recorder(io.RawIOBase):
 
     def __init__(self, source: Any, expected: int | None, limit: int) -> None:
         self.source = source
-        self.spool: _Spool | None = None
+        self.spool: Spool | None = None
         self.refused: Exception | None = None
         self._left = expected
         self._limit = limit
@@ -149,7 +162,7 @@ class _Recorder(io.RawIOBase):
 
     def _record(self, chunk: bytes) -> None:
         if self.spool is None:
-            self.spool = _Spool()
+            self.spool = Spool()
         try:
             if self.spool.size + len(chunk) > self._limit:
                 raise BodyTooLarge
@@ -201,7 +214,7 @@ class _Unread:
 class _Joined(io.RawIOBase):
     """What was taken out of a source, followed by the rest of the source."""
 
-    def __init__(self, taken: _Spool, piece: bytes, source: Any) -> None:
+    def __init__(self, taken: Spool, piece: bytes, source: Any) -> None:
         taken.rewind()
         self._parts: list[Any] = [taken.file, io.BytesIO(piece), source]
         self._taken = taken
@@ -237,7 +250,7 @@ class RequestBody:
         self._environ = environ
         self._limit = limit
         self._unread: _Unread | None = None
-        self._whole: _Spool | None = None
+        self._whole: Spool | None = None
         self._joined: io.BufferedReader | None = None
 
     def record(self, limit: int | None) -> None:
@@ -278,7 +291,7 @@ class RequestBody:
         most = self._limit if limit is None else min(limit, self._limit)
         if expected is not None and expected > most:
             raise BodyTooLarge
-        whole, piece = _Spool(), b""
+        whole, piece = Spool(), b""
         try:
             for piece in _pieces(source, taken, expected):
                 if whole.size + len(piece) > most:
@@ -325,16 +338,25 @@ def raw_target(environ: Environ) -> str:
     if not target:
         _warn_once(environ.get("SERVER_SOFTWARE") or "this WSGI server")
         path = environ.get("SCRIPT_NAME", "") + environ.get("PATH_INFO", "")
-        target = quote(path.encode("latin-1"), safe="/!$&'()*+,;=:@-._~")
-    elif not target.startswith("/"):  # absolute-form (RFC 9112 §3.2.2) means the same as origin-form
-        target = _ORIGIN.sub("", target, count=1)
-        if not target.startswith("/"):
-            target = f"/{target}"
+        target = quoted(path.encode("latin-1"))
+    elif not target.startswith("/"):
+        target = origin_form(target)
     if query and "?" not in target:
         target = f"{target}?{query}"
     if target.isascii():
         return target
     return target.encode("latin-1").decode("utf-8", "surrogateescape")
+
+
+def origin_form(target: str) -> str:
+    """Return the path and query of an absolute-form target, which means the same (RFC 9112 §3.2.2)."""
+    target = _ORIGIN.sub("", target, count=1)
+    return target if target.startswith("/") else f"/{target}"
+
+
+def quoted(path: bytes) -> str:
+    """Return a decoded path as a client might have sent it."""
+    return quote(path, safe="/!$&'()*+,;=:@-._~")
 
 
 def _expected(environ: Environ) -> int | None:
@@ -354,7 +376,7 @@ def _expected(environ: Environ) -> int | None:
     return 0
 
 
-def _pieces(source: Any, taken: _Spool | None, expected: int | None) -> Iterator[bytes]:
+def _pieces(source: Any, taken: Spool | None, expected: int | None) -> Iterator[bytes]:
     """Yield what was read before, then the rest of the source.
 
     Raises:

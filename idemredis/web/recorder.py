@@ -162,7 +162,11 @@ class ResponseRecorder:
 
     def wants_rest_of(self, stream: _Collected) -> bool:
         """Return True if the rest of a stream is worth collecting after its client went away."""
-        return stream.token is self._stream and not self.settled and self._choice(stream.status, None) == "store"
+        return stream.token is self._stream and self.would_store(stream.status)
+
+    def would_store(self, status: int) -> bool:
+        """Return True if a response of this status would be stored, as far as is known now."""
+        return not self.settled and self._choice(status, None) == "store"
 
     def stream_ended(self, stream: _Collected, body: bytes, omitted: Omission) -> None:
         """Take what was collected of a stream that has ended or broken off."""

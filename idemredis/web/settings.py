@@ -152,6 +152,25 @@ class Settings:
             configured=frozenset(config),
         )
 
+    @classmethod
+    @hides_arguments
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Settings:
+        """Check the settings in a mapping whose names have the prefix; other names are not ours.
+
+        Raises:
+            ConfigurationError: as `read` raises it, or a name lacks the prefix.
+        """
+        for name in mapping:
+            if name in DEFAULTS:
+                raise ConfigurationError(f"settings has the name {name!r}; did you mean {PREFIX}{name}?")
+        return cls.read(
+            {
+                name.removeprefix(PREFIX): value
+                for name, value in mapping.items()
+                if isinstance(name, str) and name.startswith(PREFIX)
+            }
+        )
+
 
 def _shown(name: str, value: Any) -> str:
     """Return a value for an error message; of one that may have a password in it, only the type."""

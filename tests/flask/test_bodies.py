@@ -8,7 +8,6 @@ import resource
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -202,22 +201,6 @@ def test_a_body_that_does_not_fit_on_the_disk_is_refused_and_its_retry_is_not_lo
     assert "does not fit into the temporary directory" in caplog.text
     assert (len(site.runs), site.row()) == (1, {})
     assert site.send(path="/things", data=BIG).text == hashlib.sha256(BIG).hexdigest()
-
-
-def test_no_room_is_not_an_outage_of_redis(make_site: MakeSite) -> None:
-    site = make_site(FAIL_OPEN=True)
-    site.view()
-    with _small_files(0):
-        assert site.send(data=BIG).status_code == 503
-    assert site.runs == []
-
-
-def test_a_temporary_directory_that_is_gone_is_no_room(
-    site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "gone"))
-    assert site.send(data=BIG).status_code == 503
-    assert site.send(data=b"x").status_code == 201
 
 
 def test_without_any_temporary_directory_the_body_is_kept_in_memory_up_to_its_limit(

@@ -6,85 +6,18 @@ import json
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 
 from tests.support.servers import Server
 from tests.support.serving import Answer, Served
-from tests.support.site import MakeSite
 from tests.support.started import Servers
 from tests.support.waiting import wait_until
 
 CLIENTS = 100
 ROUNDS = 200
-
-
-def _at_once(count: int, run: Callable[[int], Any]) -> list[Any]:
-    barrier = threading.Barrier(count)
-
-    def wait_and_run(number: int) -> Any:
-        barrier.wait(20)
-        return run(number)
-
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(wait_and_run, range(count)))
-
-
-@pytest.mark.parametrize("wait", [0, 20])
-def test_fifty_threads_over_two_applications_run_the_view_once(
-    wait: float, make_site: MakeSite, valkey_server: Server
-) -> None:
-    runs: list[int] = []
-    sites = [make_site(valkey_server, WAIT_SECONDS=wait) for _ in range(2)]
-
-    def view() -> tuple[str, int]:
-        runs.append(1)
-        return f"run {len(runs)}", 201
-
-    for site in sites:
-        site.view(view)
-    answers = _at_once(50, lambda number: sites[number % 2].send())
-    assert len(runs) == 1
-    statuses = Counter(answer.status_code for answer in answers)
-    assert statuses.keys() <= ({201} if wait else {201, 409})
-    assert {answer.text for answer in answers if answer.status_code == 201} == {"run 1"}
-    firsts = [a for a in answers if a.status_code == 201 and "Idempotent-Replayed" not in a.headers]
-    assert len(firsts) == 1
-    busy = {answer.get_json()["error"] for answer in answers if answer.status_code == 409}
-    assert busy <= {"idempotency_key_in_progress"}
-
-
-def test_fifty_threads_at_a_stale_row_run_the_view_once_more(make_site: MakeSite, valkey_server: Server) -> None:
-    site = make_site(valkey_server)
-    generations: list[bytes] = []
-
-    def view() -> tuple[str, int]:
-        generations.append(site.row()["generation"])
-        return "done", 503 if len(generations) == 1 else 201
-
-    site.view(view)
-    assert site.send().status_code == 503  # released, so that the next retry takes it over
-    answers = _at_once(50, lambda number: site.send())
-    assert generations == [b"1", b"2"]
-    assert {answer.status_code for answer in answers} <= {201, 409}
-    errors = {answer.get_json()["error"] for answer in answers if answer.status_code == 409}
-    assert errors <= {"idempotency_key_in_progress", "idempotency_key_retry"}
-
-
-def test_one_key_with_two_bodies_at_once_runs_one_and_refuses_the_other(
-    make_site: MakeSite, valkey_server: Server
-) -> None:
-    site = make_site(valkey_server)
-    site.view()
-    answers = _at_once(20, lambda number: (number % 2, site.send(json={"amount": number % 2})))
-    winners = {amount for amount, answer in answers if answer.status_code == 201}
-    assert (len(site.runs), len(winners)) == (1, 1)
-    for amount, answer in answers:
-        if {amount} != winners:
-            assert answer.get_json()["error"] == "idempotency_key_reused"
 
 
 @pytest.fixture

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import io
-import threading
 from typing import Any
 
 import pytest
 from flask import Blueprint
 
-from idemredis import Policy
 from idemredis.flask import current_reservation
-from tests.support.clock import TurnedClock, expires_at
-from tests.support.servers import Server
 from tests.support.site import MakeSite, Site
-from tests.support.waiting import wait_until
 
 KEY = {"Idempotency-Key": "k1"}
 
@@ -36,30 +31,6 @@ def test_the_reservation_is_falsy_where_there_is_none(site: Site) -> None:
     assert site.send(path="/plain", method="GET").text == "looked"
 
 
-def test_the_reservation_shows_itself(site: Site) -> None:
-    def view() -> dict[str, Any]:
-        assert current_reservation
-        current_reservation.ensure_held()
-        return {
-            name: getattr(current_reservation, name)
-            for name in ("principal", "key", "operation", "generation", "taken_over", "held", "last_checkpoint")
-        } | {"downstream": current_reservation.downstream_key("gateway")}
-
-    site.view(view, "/shown", operation="show")
-    shown = site.send(path="/shown").get_json()
-    downstream = shown.pop("downstream")
-    assert shown == {
-        "principal": "acme",
-        "key": "k1",
-        "operation": "show",
-        "generation": 1,
-        "taken_over": False,
-        "held": True,
-        "last_checkpoint": None,
-    }
-    assert len(downstream) == 64
-
-
 def test_nothing_of_a_request_is_left_for_the_next_within_one_application_context(site: Site) -> None:
     left: list[bool] = []
 
@@ -75,38 +46,6 @@ def test_nothing_of_a_request_is_left_for_the_next_within_one_application_contex
         client.post("/plain", headers=KEY)
     assert left == [False]
     assert not current_reservation
-
-
-def test_a_request_within_a_request_has_a_reservation_of_its_own(site: Site) -> None:
-    def outer() -> str:
-        before = current_reservation.key
-        inner = site.send("inner").text
-        return f"{before} {inner} {current_reservation.key}"
-
-    site.view(outer, "/outer")
-    assert site.send("outer", "/outer").text == "outer charge 2 outer"
-    assert (site.row("inner")["status"], site.row("outer")["status"]) == (b"completed", b"completed")
-
-
-def test_threads_of_one_application_see_their_own_reservations(site: Site) -> None:
-    barrier = threading.Barrier(8)
-
-    def view() -> str:
-        barrier.wait(20)
-        return current_reservation.key
-
-    site.view(view, "/own")
-    answers: dict[str, str] = {}
-
-    def send(key: str) -> None:
-        answers[key] = site.send(key, "/own").text
-
-    threads = [threading.Thread(target=send, args=(f"k{n}",)) for n in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert answers == {f"k{n}": f"k{n}" for n in range(8)}
 
 
 @pytest.mark.parametrize("outcome", ["kept", "released"])
@@ -171,35 +110,3 @@ def test_rows_and_events_have_the_rule_and_never_the_path(make_site: MakeSite) -
         assert [event.route for event in site.events] == [route] * 3
         assert "xyzzy" not in str(site.events)
         site.events.clear()
-
-
-def test_a_long_view_keeps_its_lease(make_site: MakeSite, valkey_server: Server) -> None:
-    site = make_site(valkey_server, policy=Policy(lease=0.3, retention=60))
-
-    def view() -> str:
-        first = expires_at(site.store, site.row_name())
-        wait_until(lambda: expires_at(site.store, site.row_name()) > first + 600 and current_reservation.held)
-        return "done"
-
-    site.view(view)
-    assert (site.send().text, site.row()["generation"]) == ("done", b"1")
-
-
-def test_a_view_that_was_fenced_out_answers_its_own_client_and_changes_nothing(
-    make_site: MakeSite, clock: TurnedClock, caplog: pytest.LogCaptureFixture
-) -> None:
-    site = make_site()
-
-    def view() -> str:
-        mine = f"run {len(site.runs)}"
-        if mine == "run 1":
-            clock.turn(31)
-            assert site.send().text == "run 2"
-        return mine
-
-    site.view(view)
-    assert site.send().text == "run 1"
-    assert site.row()["response_body"] == b"run 2"
-    assert site.send().text == "run 2"
-    assert site.told().count("fenced") == 1
-    assert "may have been done twice" in caplog.text

@@ -24,8 +24,9 @@ from flask import (
 )
 from werkzeug.test import EnvironBuilder
 
-from idemredis import FencedOut, HoldForReview, Policy
+from idemredis import HoldForReview, Policy
 from idemredis.flask import Idempotency, current_reservation
+from tests.support.clock import TurnedClock
 from tests.support.site import MakeSite, Site
 
 
@@ -488,51 +489,6 @@ def test_a_function_that_fails_over_a_replay_is_a_500_and_the_row_stays(site: Si
 # Statuses and headers
 
 
-@pytest.mark.parametrize("status", [401, 403, 407])
-def test_a_right_that_the_view_missed_is_asked_for_again(status: int, site: Site) -> None:
-    site.view(lambda: ("step up", status) if len(site.runs) == 1 else ("done", 200), "/things")
-    assert [site.send(path="/things").status_code for _ in range(3)] == [status, 200, 200]
-    assert len(site.runs) == 2
-
-
-@pytest.mark.parametrize("status", [400, 404, 409, 413, 422, 423])
-@pytest.mark.parametrize("header", ["Retry-After", "retry-after"])
-def test_a_refusal_that_asks_to_be_sent_again_is_not_stored(status: int, header: str, site: Site) -> None:
-    """Such as the in-progress answer of another idempotent service behind this one."""
-    site.view(lambda: ("busy", status, {header: "1"}) if len(site.runs) == 1 else ("charged", 201), "/things")
-    assert [site.send(path="/things").status_code for _ in range(3)] == [status, 201, 201]
-    assert len(site.runs) == 2
-
-
-@pytest.mark.parametrize("status", [202, 301])
-def test_a_success_with_retry_after_is_stored_with_it(status: int, site: Site) -> None:
-    site.view(lambda: ("accepted", status, {"Retry-After": "30"}), "/things")
-    first, again = site.send(path="/things"), site.send(path="/things")
-    assert (again.status_code, again.headers["Retry-After"], len(site.runs)) == (first.status_code, "30", 1)
-
-
-KEPT = {
-    "Content-Security-Policy": "default-src 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "X-Frame-Options": "DENY",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-store",
-    "Vary": "Accept",
-    "Allow": "GET, PUT",
-    "Accept-Ranges": "bytes",
-    "Content-Range": "bytes 0-3/10",
-    "Retry-After": "30",
-}
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_what_a_response_says_about_its_use_is_replayed(name: str, site: Site) -> None:
-    site.view(lambda: ("made", 206 if name == "Content-Range" else 201, {name: KEPT[name]}), "/things")
-    first, again = site.send(path="/things"), site.send(path="/things")
-    assert first.headers[name] == again.headers[name] == KEPT[name]
-    assert again.headers["Idempotent-Replayed"] == "true"
-
-
 def test_a_file_that_a_front_server_sends_is_sent_by_it_on_a_replay(site: Site, tmp_path: Path) -> None:
     path = tmp_path / "label.pdf"
     path.write_bytes(b"label")
@@ -581,45 +537,6 @@ def test_an_outcome_that_is_set_in_a_function_after_the_view_counts(site: Site) 
     assert site.omitted() == b"not_wanted"
 
 
-def test_an_outcome_that_is_set_after_the_decision_is_an_error(site: Site) -> None:
-    kept: list[Any] = []
-
-    def view() -> str:
-        from idemredis.ledger.current import _find
-
-        kept.append(_find())
-        return "made"
-
-    site.view(view, "/things")
-    site.send(path="/things")
-    with pytest.raises(RuntimeError, match="outcome was set after the response was settled"):
-        kept[0].outcome = "omit"
-    assert kept[0].outcome is None
-    assert site.omitted() == b""
-
-
-@pytest.mark.parametrize("failure", ["exception", "status", "429", "403", "Retry-After"])
-def test_an_omitted_body_does_not_make_a_failure_final(failure: str, site: Site) -> None:
-    def view() -> Any:
-        current_reservation.outcome = "omit"
-        match failure if len(site.runs) == 1 else "":
-            case "exception":
-                raise LookupError
-            case "status":
-                return "broken", 503
-            case "Retry-After":
-                return "busy", 409, {"Retry-After": "1"}
-            case "":
-                return "SECRET", 201
-            case status:
-                return "later", int(status)
-
-    site.view(view, "/things")
-    assert site.send(path="/things").status_code >= 400
-    assert site.send(path="/things").data == b"SECRET"
-    assert (site.omitted(), len(site.runs)) == (b"not_wanted", 2)
-
-
 @pytest.mark.parametrize("where", ["view", "caught", "handler", "after_request", "teardown", "stream"])
 def test_a_view_can_hold_its_row_for_a_person_wherever_it_finds_out(where: str, site: Site) -> None:
     fail = _failing_once(HoldForReview)
@@ -657,19 +574,6 @@ def test_a_view_can_hold_its_row_for_a_person_wherever_it_finds_out(where: str, 
     assert (site.row()["status"], site.row()["owner"] != b"") == (b"pending", True)
     again = site.send(path="/things")
     assert (again.status_code, len(site.runs)) == (409, 1)
-
-
-def test_an_error_of_the_ledger_in_the_view_is_never_stored(make_site: MakeSite) -> None:
-    """As in a worker: it says nothing about the operation."""
-    site = make_site(ON_ERROR="store")
-
-    def view() -> str:
-        if len(site.runs) == 1:
-            raise FencedOut("stop")
-        return "made"
-
-    site.view(view)
-    assert (site.send().status_code, site.send().data) == (500, b"made")
 
 
 # Streams
@@ -869,3 +773,21 @@ def test_an_application_of_its_own_class_is_followed_like_any_other(make_site: M
 
 def test_the_extension_of_an_application_is_not_kept_by_it(make_site: MakeSite) -> None:
     assert isinstance(make_site().app.extensions["idemredis"].extension, Idempotency)
+
+
+def test_an_exit_in_recover_gives_the_key_up_and_the_view_does_not_run(make_site: MakeSite, clock: TurnedClock) -> None:
+    site = make_site()
+
+    def view() -> str:
+        current_reservation.outcome = "hold"
+        return "held"
+
+    def leave(reservation: object) -> None:
+        raise SystemExit
+
+    site.view(view, recover=leave)
+    site.send()
+    clock.turn(31)
+    with pytest.raises(SystemExit):
+        site.send()
+    assert (len(site.runs), site.row()["owner"], site.row()["generation"]) == (1, b"", b"2")

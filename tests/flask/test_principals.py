@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from uuid import UUID
-
 import pytest
 from flask import abort, g, request
 
 from idemredis import ConfigurationError
-from idemredis.flask import Idempotency, current_reservation
+from idemredis.flask import Idempotency
 from tests.support.site import MakeSite
 
 
@@ -16,20 +14,6 @@ from tests.support.site import MakeSite
 def test_a_constant_that_cannot_be_a_principal_is_refused_at_once(principal: object) -> None:
     with pytest.raises(ConfigurationError, match="principal"):
         Idempotency(principal=principal)
-
-
-@pytest.mark.parametrize(
-    ("principal", "text"),
-    [("acme", "acme"), (7, "7"), (0, "0"), (UUID(int=1), "00000000-0000-0000-0000-000000000001"), ("a:b", "a:b")],
-)
-@pytest.mark.parametrize("called", [False, True])
-def test_a_principal_may_be_text_a_number_or_a_uuid_and_a_function_or_not(
-    principal: object, text: str, called: bool, make_site: MakeSite
-) -> None:
-    site = make_site(principal=(lambda: principal) if called else principal)
-    site.view(lambda: current_reservation.principal)
-    assert site.send().text == text
-    assert site.row(principal=text)
 
 
 def test_the_principal_is_asked_for_after_authentication_and_once(make_site: MakeSite) -> None:

@@ -28,7 +28,7 @@ from flask import (
 from werkzeug.exceptions import BadRequest, HTTPException, ServiceUnavailable
 from werkzeug.test import TestResponse
 
-from idemredis import ConfigurationError, Policy, StoredResponse
+from idemredis import ConfigurationError, StoredResponse
 from idemredis.flask import current_reservation
 from tests.support.clock import SLACK, TurnedClock
 from tests.support.site import MakeSite, Site
@@ -58,35 +58,6 @@ def _broken(pieces: int = 1) -> Iterator[bytes]:
 # The stored answer
 
 
-@pytest.mark.parametrize("status", [200, 201, 202, 299, 301, 303, 400, 404, 409, 418, 422, 499])
-@pytest.mark.parametrize("body", [b"", b"0", b"null", b"\xff\xfe\x00\x80\n\r", b"caf\xc3\xa9", b"x" * CAP])
-def test_a_replay_is_identical_in_status_headers_and_body(status: int, body: bytes, site: Site) -> None:
-    answer = Response(body, status, {"Content-Type": "application/x-thing"})
-    site.view(lambda: answer, "/things")
-    first = site.send(path="/things")
-    assert (first.status_code, first.data) == (status, body)
-    _assert_replayed(site, first, site.send(path="/things"))
-    _assert_replayed(site, first, site.send(path="/things"))
-
-
-def test_kept_headers_come_back_in_order_and_repeated_ones_stay_repeated(site: Site) -> None:
-    kept = [
-        ("Content-Type", "application/json"),
-        ("Link", '</1>; rel="next"'),
-        ("ETag", '"abc"'),
-        ("Link", '</2>; rel="prev"'),
-        ("Location", "/charges/7?x=%2F"),
-        ("Content-Language", "de"),
-        ("Content-Disposition", "attachment; filename=a.txt"),
-        ("Last-Modified", "Wed, 21 Oct 2015 07:28:00 GMT"),
-        ("Content-Encoding", "identity"),
-    ]
-    site.view(lambda: Response(b"{}", 201, kept), "/things")
-    first, again = site.send(path="/things"), site.send(path="/things")
-    _assert_replayed(site, first, again)
-    assert [pair for pair in again.headers if pair[0] not in ("Content-Length", "Idempotent-Replayed")] == kept
-
-
 NEVER = [
     ("Set-Cookie", "session=first-caller"),
     ("Set-Cookie2", "a=b"),
@@ -101,69 +72,10 @@ NEVER = [
 ]
 
 
-def test_cookies_and_what_belongs_to_one_delivery_are_never_replayed(site: Site) -> None:
-    site.view(lambda: Response(b"12345", 201, [*NEVER, ("X-Other", "1"), ("Content-Length", "5")]), "/things")
-    assert site.send(path="/things").headers["Set-Cookie"] == "session=first-caller"
-    again = site.send(path="/things")
-    assert {name for name, _ in again.headers} == {"Content-Length", "Idempotent-Replayed", "Content-Type"}
-    assert "Set-Cookie" not in site.row()["response_headers"].decode()
-    assert again.headers["Content-Length"] == "5"
-
-
 @pytest.mark.parametrize("name", [*dict(NEVER), "content-length", "WWW-Authenticate"])
 def test_a_header_that_is_never_stored_is_refused_in_the_settings(name: str, make_site: MakeSite) -> None:
     with pytest.raises(ConfigurationError, match=rf"IDEMREDIS_REPLAY_HEADERS must be without '{name}'.*remove it from"):
         make_site(REPLAY_HEADERS=("content-type", name))
-
-
-def test_what_no_answer_may_repeat_is_not_sent_from_a_row_that_somebody_else_wrote(site: Site) -> None:
-    site.send()
-    site.store.hset(
-        site.row_name(),
-        "response_headers",
-        '[["Set-Cookie","a=b"],["Content-Length","3"],["Transfer-Encoding","chunked"],["Date","x"],["X-Own","1"]]',
-    )
-    again = site.send()
-    assert again.data == b"charge 1"
-    assert {name for name, _ in again.headers} == {"Content-Length", "Idempotent-Replayed", "X-Own"}
-    assert again.headers["Content-Length"] == "8"
-
-
-@pytest.mark.parametrize(
-    "headers",
-    ['[["X","a\\r\\nSet-Cookie: b"]]', '[["X\\r\\nY","a"]]', '[["X","a\\nb"]]', '{"X":"a"}', "[", '[["X",1]]'],
-)
-def test_a_header_edited_into_two_is_a_corrupt_row_and_not_sent(headers: str, site: Site) -> None:
-    site.send()
-    site.store.hset(site.row_name(), "response_headers", headers)
-    before = site.rows()
-    again = site.send()
-    assert (again.status_code, again.get_json()["error"]) == (500, "idempotency_row_corrupt")
-    assert "Set-Cookie" not in again.headers
-    assert (site.rows(), len(site.runs)) == (before, 1)
-
-
-@pytest.mark.parametrize("status", [204, 205, 304])
-def test_a_status_without_content_is_sent_without_a_body(status: int, site: Site) -> None:
-    site.view(lambda: Response(b"ignored", status, {"ETag": '"a"'}), "/things")
-    first, again = site.send(path="/things"), site.send(path="/things")
-    assert (first.status_code, again.status_code, again.data) == (status, status, b"")
-    assert again.headers.get("Content-Length", "0") == "0"
-    assert len(site.runs) == 1
-
-
-def test_a_body_that_somebody_else_stored_under_a_status_without_content_is_not_sent(site: Site) -> None:
-    site.view(lambda: Response(b"", 205), "/things")
-    site.send(path="/things")
-    site.store.hset(site.row_name(), "response_body", "a body")
-    again = site.send(path="/things")
-    assert (again.status_code, again.data, again.headers["Content-Length"]) == (205, b"", "0")
-
-
-def test_a_stream_under_a_status_without_content_is_stored_as_nothing(site: Site) -> None:
-    site.view(lambda: Response(iter([b"a", b"b"]), 204), "/things")
-    assert (site.send(path="/things").status_code, site.send(path="/things").data) == (204, b"")
-    assert (site.row()["response_body"], len(site.runs)) == (b"", 1)
 
 
 def test_no_content_type_is_invented(site: Site) -> None:
@@ -205,13 +117,6 @@ def test_what_the_applications_error_handlers_made_is_what_comes_back(path: str,
     assert first.status_code < 500
     _assert_replayed(site, first, again)
     assert site.omitted() == b""
-
-
-@pytest.mark.parametrize("status", [408, 425, 429])
-def test_a_request_to_send_it_again_is_not_stored(status: int, site: Site) -> None:
-    site.view(lambda: ("later", status), "/things")
-    assert [site.send(path="/things").status_code for _ in range(3)] == [status] * 3
-    assert (len(site.runs), site.row()["generation"], site.row()["status"]) == (3, b"3", b"pending")
 
 
 # Failures
@@ -319,68 +224,6 @@ def test_an_exit_in_the_view_gives_the_key_up_at_once(
 # What the view decides
 
 
-@pytest.mark.parametrize("status", [200, 429, 500])
-def test_the_view_can_have_an_answer_stored(status: int, site: Site) -> None:
-    def view() -> Any:
-        current_reservation.outcome = "store"
-        return "kept", status
-
-    site.view(view, "/things")
-    first, again = site.send(path="/things"), site.send(path="/things")
-    _assert_replayed(site, first, again)
-    assert site.row()["status"] == (b"failed" if status >= 500 else b"completed")
-
-
-@pytest.mark.parametrize("raises", [False, True])
-def test_the_view_can_keep_a_secret_out_of_redis(raises: bool, site: Site) -> None:
-    def view() -> Any:
-        current_reservation.outcome = "omit"
-        if raises:
-            abort(422, "SECRET-1")
-        return "SECRET-1", 201, {"Location": "/SECRET-1"}
-
-    site.view(view, "/things")
-    first, again = site.send(path="/things"), site.send(path="/things")
-    assert "SECRET-1" in first.text
-    assert (again.status_code, again.get_json()["original_status"], len(site.runs)) == (500, first.status_code, 1)
-    assert again.get_json()["error"] == "idempotency_response_not_stored"
-    assert not any(b"SECRET-1" in value for value in site.row().values())
-    assert site.omitted() == b"not_wanted"
-
-
-@pytest.mark.parametrize("status", [200, 422, 500])
-def test_the_view_can_give_the_key_up(status: int, site: Site) -> None:
-    def view() -> Any:
-        current_reservation.outcome = "release"
-        return "again", status
-
-    site.view(view, "/things")
-    assert [site.send(path="/things").status_code for _ in range(2)] == [status] * 2
-    assert len(site.runs) == 2
-
-
-def test_the_view_can_hold_the_key(site: Site) -> None:
-    def view() -> Any:
-        current_reservation.outcome = "hold"
-        return "wait", 202
-
-    site.view(view, "/things")
-    assert [site.send(path="/things").status_code for _ in range(2)] == [202, 409]
-    assert len(site.runs) == 1
-
-
-def test_the_view_can_take_its_decision_back_and_a_wrong_one_is_refused(site: Site) -> None:
-    def view() -> Any:
-        current_reservation.outcome = "release"
-        current_reservation.outcome = None
-        with pytest.raises(ValueError, match="outcome must be one of store, omit, release, hold"):
-            current_reservation.outcome = "start_heartbeat"  # type: ignore[assignment]
-        return "done"
-
-    site.view(view, "/things")
-    _assert_replayed(site, site.send(path="/things"), site.send(path="/things"))
-
-
 # Streams
 
 
@@ -420,14 +263,6 @@ def test_an_answer_over_the_cap_is_a_tombstone_and_its_first_caller_gets_it_whol
     assert (again.status_code, len(site.runs)) == (500 if omitted else 200, 1)
     if omitted:
         assert (site.row()["response_body"], again.get_json()["original_status"]) == (b"", 200)
-
-
-def test_a_cap_of_zero_keeps_only_empty_answers(make_site: MakeSite) -> None:
-    site = make_site(policy=Policy(max_body=0))
-    site.view(lambda: "")
-    site.view(lambda: "x", "/x")
-    assert [site.send(path=path).status_code for path in ("/charges", "/charges")] == [200, 200]
-    assert [site.send("k2", path="/x").status_code for _ in range(2)] == [200, 500]
 
 
 def test_a_stream_that_breaks_in_the_middle_is_a_tombstone_and_not_run_again(site: Site) -> None:

@@ -30,49 +30,6 @@ def test_a_request_ends_in_the_row_with_the_digest_of_the_vectors(vector: dict[s
     assert site.row("in two")["fingerprint"].decode() == vector["fingerprint"]
 
 
-PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "query": ({"path": "/charges?a=1"}, {"path": "/charges?a=2"}),
-    "order of the query": ({"path": "/charges?a=1&b=2"}, {"path": "/charges?b=2&a=1"}),
-    "no query and an empty one": ({"path": "/charges"}, {"path": "/charges?a"}),
-    "encoded slash": ({"path": "/a%2Fb"}, {"path": "/a/b"}),
-    "case of the encoding": ({"path": "/a%2fb"}, {"path": "/a%2Fb"}),
-    "method": ({"method": "POST"}, {"method": "PATCH"}),
-    "content type": ({"content_type": "application/json"}, {"content_type": "application/x-www-form-urlencoded"}),
-    "parameter of the content type": ({"content_type": "a/b"}, {"content_type": "a/b; charset=x"}),
-    "no content type": ({}, {"content_type": "application/json"}),
-    "version": ({"headers": [("X-Api-Version", "1")]}, {"headers": [("X-Api-Version", "2")]}),
-    "one byte": ({"data": b'{"amount":1000}'}, {"data": b'{"amount":1001}'}),
-    "one space": ({"data": b'{"amount":1000}'}, {"data": b'{"amount": 1000}'}),
-    "no body": ({"data": b""}, {"data": b"0"}),
-    "a trailing slash": ({"path": "/charges/"}, {"path": "/charges"}),
-}
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_requests_that_differ_in_what_matters_are_not_the_same(name: str, site: Site) -> None:
-    for path in ("/a/b", "/<path:path>"):
-        view = site.idempotency.protect(lambda **_: "done")
-        site.app.add_url_rule(path, path, view, methods=["POST", "PATCH"])
-    one, other = ({"data": b"{}", **options} for options in PAIRS[name])
-    assert site.send(**one).status_code < 300
-    assert site.send(**other).get_json()["error"] == "idempotency_key_reused"
-    assert site.send(**one).headers["Idempotent-Replayed"] == "true"
-
-
-def test_headers_that_change_between_retries_do_not_matter(site: Site) -> None:
-    first = site.send(headers=[("User-Agent", "a"), ("X-Trace-Id", "1"), ("Accept", "*/*"), ("Date", "x")])
-    again = site.send(headers=[("User-Agent", "b"), ("X-Trace-Id", "2"), ("Authorization", "new")])
-    assert (again.data, len(site.runs)) == (first.data, 1)
-
-
-def test_the_headers_that_matter_can_be_chosen(make_site: MakeSite) -> None:
-    site = make_site(FINGERPRINT_HEADERS=("X-Tenant",))
-    site.view()
-    site.send(data=b"{}", headers=[("X-Tenant", "a")], content_type="a/b")
-    assert site.send(data=b"{}", headers=[("X-Tenant", "a")], content_type="c/d").status_code == 201
-    assert site.send(data=b"{}", headers=[("X-Tenant", "b")], content_type="a/b").status_code == 409
-
-
 @pytest.mark.parametrize(
     ("raw", "same_as"),
     [
@@ -132,22 +89,9 @@ def test_an_applications_own_fingerprint_decides(site: Site) -> None:
     assert len(site.runs) == 1
 
 
-@pytest.mark.parametrize("value", ["text", {"a": [1, None]}, 7, None])
-def test_an_applications_own_fingerprint_may_be_text_or_any_json(value: object, site: Site) -> None:
-    site.view(path="/own", fingerprint=lambda: value)
-    assert site.send(path="/own", json=1).data == site.send(path="/own?x", json=2).data
-
-
 def test_a_fingerprint_that_reads_the_body_leaves_it_to_the_view(site: Site) -> None:
     site.view(lambda: request.stream.read(), "/own", fingerprint=lambda: request.stream.read().decode())
     assert site.send(path="/own", data=b"abc").data == b"abc"
-
-
-@pytest.mark.parametrize("fingerprint", [lambda: 1 / 0, lambda: {1: 2}, lambda: object(), lambda: ""])
-def test_a_fingerprint_that_fails_runs_and_claims_nothing(fingerprint: Callable[[], object], site: Site) -> None:
-    site.view(path="/own", fingerprint=fingerprint)
-    assert site.send(path="/own").status_code == 500
-    assert (site.runs, site.rows()) == ([], {})
 
 
 # Bodies read by more than one

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import redis
 from flask import Blueprint, Flask, abort, jsonify, make_response, request
 from flask.views import MethodView
 
@@ -461,3 +464,16 @@ def test_a_problem_function_that_fails_costs_the_client_nothing(
     assert (answer.status_code, answer.get_json()["error"]) == (400, "idempotency_key_required")
     assert "problem= failed for idempotency_key_required" in caplog.text
     assert site.runs == []
+
+
+def test_the_deadline_of_the_settings_holds_for_a_client_of_ones_own_too() -> None:
+    """Its server takes connections and never replies."""
+    app = Flask("shop")
+    app.config.update(IDEMREDIS_SOCKET_TIMEOUT_SECONDS=0.3)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = redis.Redis(port=silent.getsockname()[1], socket_timeout=None)
+        idempotency = Idempotency(app, principal="acct_1", client=client)
+        app.add_url_rule("/charges", view_func=idempotency.protect(lambda: "charged"), methods=["POST"])
+        began = time.monotonic()
+        answer = app.test_client().post("/charges", headers={"Idempotency-Key": "k1"})
+        assert (answer.status_code, time.monotonic() - began < 5.0) == (503, True)

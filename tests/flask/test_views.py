@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from flask import Blueprint, request
 from flask.views import MethodView
 
@@ -18,22 +17,6 @@ def test_a_view_without_a_required_key_runs_unprotected_and_with_one_is_protecte
     assert site.sent == []
     assert [site.send(headers=[("Authorization", "a")]).text for _ in range(2)] == ["True"] * 2
     assert (site.send("").status_code, site.send().status_code, len(site.runs)) == (401, 401, 3)
-
-
-@pytest.mark.parametrize(("setting", "option", "status"), [(False, None, 201), (False, True, 400), (True, False, 201)])
-def test_a_view_says_for_itself_whether_a_key_is_required(
-    setting: bool, option: bool | None, status: int, make_site: MakeSite
-) -> None:
-    site = make_site(REQUIRED=setting)
-    site.view(required=option)
-    assert site.send(None).status_code == status
-
-
-def test_the_methods_to_protect_can_be_chosen(make_site: MakeSite) -> None:
-    site = make_site(METHODS=("POST",))
-    site.view()
-    assert [site.send(method="PUT").text for _ in range(2)] == ["charge 1", "charge 2"]
-    assert [site.send(method="POST").text for _ in range(2)] == ["charge 3", "charge 3"]
 
 
 def test_method_views_are_protected_whole_or_by_the_method(make_site: MakeSite) -> None:

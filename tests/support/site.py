@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import pytest
 import redis
-from flask import Flask
+from flask import Flask, Response, abort, request
 from flask.testing import FlaskClient
 from werkzeug.test import TestResponse
 
@@ -22,12 +23,23 @@ from tests.support.subject import PATIENCE, AnyServer
 from tests.support.wiretap import Words, tap
 
 PRINCIPAL = "acme"
+METHODS = ["POST", "PUT", "PATCH", "DELETE"]
 
 
-class Site:
-    """An application with its extension and ledger.
+@dataclass
+class Stream:
+    """A streamed response of a view, behind any door."""
+
+    pieces: Iterable[str | bytes]
+    status: int = 200
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+class Door:
+    """An application behind one of the doors, with its ledger.
 
     Attributes:
+        kind: which door it is.
         runs: what views have appended; its length is the counter that must not move on a refusal.
         inside: what the view that counts itself does, once it has.
         sent: the scripts that the ledger asked for, in order.
@@ -35,42 +47,55 @@ class Site:
         store: a plain client, to look at rows and to spoil them.
     """
 
-    def __init__(
-        self,
-        server: redis.Redis | str,
-        store: redis.Redis,
-        namespace: str,
-        *,
-        principal: Any = PRINCIPAL,
-        policy: Policy | None = None,
-        ledger: type[Ledger] = Ledger,
-        log_keys: bool = False,
-        socket_timeout: float | None = None,
-        app: Flask | None = None,
-        **settings: Any,
-    ) -> None:
+    kind: str
+    ledger: Any
+
+    def __init__(self, store: redis.Redis, namespace: str) -> None:
         self.runs: list[Any] = []
         self.sent: list[str] = []
         self.events: list[Event] = []
         self.inside: Callable[[], object] = lambda: None
         self.store = store
         self.namespace = namespace
-        make: Any = ledger.from_url if isinstance(server, str) else ledger
-        timeout = SOCKET_TIMEOUT if isinstance(server, str) else PATIENCE
-        how = {"log_keys": log_keys, "socket_timeout": timeout if socket_timeout is None else socket_timeout}
-        self.ledger: Ledger = make(server, policy, namespace, (self.events.append,), **how)
-        tap(self.ledger.client, _Sent(self.sent))
-        self.app = Flask("shop") if app is None else app
-        self.app.config.update({f"IDEMREDIS_{name}": value for name, value in settings.items()})
-        self.idempotency = Idempotency(principal=principal, ledger=self.ledger)
-        self.idempotency.init_app(self.app)
-
-    @property
-    def client(self) -> FlaskClient:
-        return self.app.test_client()
 
     def view(self, run: Callable[..., Any] | None = None, path: str = "/charges", **options: Any) -> None:
-        """Add a protected view that counts itself; it answers 201 with a body of its own each time."""
+        """Add a protected view that counts itself; it answers 201 with a body of its own each time.
+
+        Args:
+            run: what it does instead; it returns text, bytes, a dict, or a tuple of that with a status and headers.
+            path: where it is, with parts such as `<name>`.
+            options: those of `protect`; and `methods`.
+        """
+        raise NotImplementedError
+
+    def send(
+        self, key: str | None = "k1", path: str = "/charges", method: str = "POST", **options: Any
+    ) -> TestResponse:
+        """Send a request and return its response.
+
+        Args:
+            key: what is sent as the key; None sends none, unless `raw_key` has the header's value as it is.
+            path: the target, as it is sent.
+            method: in any case.
+            options: `data`, `json`, `headers` and `content_type`; `announced` is another Content-Length than the
+                body's; `chunked` sends no length.
+        """
+        raise NotImplementedError
+
+    def body(self) -> bytes:
+        """Return the body of the request that a view of this site serves."""
+        raise NotImplementedError
+
+    def header(self, name: str) -> str:
+        """Return a header of the request that a view, or the principal, of this site is asked for."""
+        raise NotImplementedError
+
+    def abort(self, status: int) -> Any:
+        """Raise what makes the framework answer with a status."""
+        raise NotImplementedError
+
+    def counted(self, run: Callable[..., Any] | None, path: str) -> Callable[..., Any]:
+        """Return the function of a view that counts itself."""
 
         def charge(**args: Any) -> Any:
             self.runs.append(path)
@@ -80,20 +105,7 @@ class Site:
             self.inside()
             return text, 201
 
-        methods = ["POST", "PUT", "PATCH", "DELETE"]
-        protected = self.idempotency.protect(**options)(charge)
-        self.app.add_url_rule(path, path.replace(".", "-"), protected, methods=methods)
-
-    def send(
-        self, key: str | None = "k1", path: str = "/charges", method: str = "POST", **options: Any
-    ) -> TestResponse:
-        headers = list(options.pop("headers", ()))
-        options.setdefault("buffered", True)  # a stream that nobody reads is not settled
-        if key is not None:
-            headers.append(("Idempotency-Key", key))
-        if not options.keys() & {"data", "json", "input_stream"}:
-            options["json"] = {"amount": 1000}
-        return self.client.open(path, method=method, headers=headers, **options)
+        return charge
 
     def row_name(self, key: str = "k1", principal: str = PRINCIPAL, operation: str = "") -> str:
         return identify(self.namespace, principal, key, operation).row
@@ -127,12 +139,93 @@ class Site:
         return [event.name for event in self.events]
 
     def close(self) -> None:
-        self.ledger.close()
-        self.ledger.client.close()
         self.store.close()
 
 
-class _Sent:
+class Site(Door):
+    """A Flask application with its extension and ledger."""
+
+    kind = "flask"
+
+    def __init__(
+        self,
+        server: redis.Redis | str,
+        store: redis.Redis,
+        namespace: str,
+        *,
+        principal: Any = PRINCIPAL,
+        policy: Policy | None = None,
+        ledger: type[Ledger] = Ledger,
+        log_keys: bool = False,
+        socket_timeout: float | None = None,
+        app: Flask | None = None,
+        **settings: Any,
+    ) -> None:
+        super().__init__(store, namespace)
+        make: Any = ledger.from_url if isinstance(server, str) else ledger
+        timeout = SOCKET_TIMEOUT if isinstance(server, str) else PATIENCE
+        how = {"log_keys": log_keys, "socket_timeout": timeout if socket_timeout is None else socket_timeout}
+        self.ledger: Ledger = make(server, policy, namespace, (self.events.append,), **how)
+        tap(self.ledger.client, Sent(self.sent))
+        self.app = Flask("shop") if app is None else app
+        self.app.config.update({f"IDEMREDIS_{name}": value for name, value in settings.items()})
+        self.idempotency = Idempotency(principal=principal, ledger=self.ledger)
+        self.idempotency.init_app(self.app)
+
+    @property
+    def client(self) -> FlaskClient:
+        return self.app.test_client()
+
+    def view(self, run: Callable[..., Any] | None = None, path: str = "/charges", **options: Any) -> None:
+        methods = options.pop("methods", METHODS)
+        view = self.counted(run, path)
+
+        def answer(**args: Any) -> Any:
+            made = view(**args)
+            if isinstance(made, Stream):
+                pieces: Any = iter(made.pieces)
+                return Response(pieces, made.status, made.headers)
+            return made
+
+        protected = self.idempotency.protect(**options)(answer)
+        self.app.add_url_rule(path, path.replace(".", "-"), protected, methods=methods)
+
+    def send(
+        self, key: str | None = "k1", path: str = "/charges", method: str = "POST", **options: Any
+    ) -> TestResponse:
+        headers = list(options.pop("headers", ()))
+        options.setdefault("buffered", True)  # a stream that nobody reads is not settled
+        if key is not None:
+            headers.append(("Idempotency-Key", key))
+        if not options.keys() & {"data", "json", "input_stream"}:
+            options["json"] = {"amount": 1000}
+        overrides = {**options.pop("environ_overrides", {})}
+        if not method.isupper():
+            overrides["REQUEST_METHOD"] = method
+        if (raw_key := options.pop("raw_key", None)) is not None:
+            overrides["HTTP_IDEMPOTENCY_KEY"] = raw_key
+        if (announced := options.pop("announced", None)) is not None:
+            overrides["CONTENT_LENGTH"] = str(announced)
+        if options.pop("chunked", False):
+            overrides |= {"wsgi.input_terminated": True, "HTTP_TRANSFER_ENCODING": "chunked"}
+        return self.client.open(path, method=method, headers=headers, environ_overrides=overrides, **options)
+
+    def body(self) -> bytes:
+        return request.get_data()
+
+    def header(self, name: str) -> str:
+        return request.headers[name]
+
+    def abort(self, status: int) -> Any:
+        return abort(status)
+
+    def close(self) -> None:
+        self.ledger.close()
+        self.ledger.client.close()
+        super().close()
+
+
+class Sent:
     """Notes the scripts that a client asks for."""
 
     def __init__(self, noted: list[str]) -> None:

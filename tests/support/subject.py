@@ -14,7 +14,7 @@ from idemredis.core.outcomes import Outcome
 from idemredis.core.scripts import Script
 from idemredis.events import Observer
 
-__all__ = ["PATIENCE", "AnyServer", "Fields", "MakeSubject", "Mode", "Subject"]
+__all__ = ["PATIENCE", "AnyServer", "Fields", "Loop", "MakeSubject", "Mode", "Subject"]
 
 T = TypeVar("T")
 Mode: TypeAlias = Literal["sync", "async"]
@@ -69,7 +69,7 @@ class Subject:
         self.server = server
         self.namespace = namespace
         self.client = server.client()
-        self._loop = _Loop() if mode == "async" else None
+        self._loop = Loop() if mode == "async" else None
         rest: dict[str, Any] = {"log_keys": log_keys, "scripts": scripts}
         self.ledger: Any
         kind: Any = Ledger if self._loop is None else AsyncLedger
@@ -201,7 +201,7 @@ class Subject:
         return self._loop.run(getattr(self.ledger, method)(*args, **kwargs))
 
 
-class _Loop:
+class Loop:
     """An event loop in a thread, so that background tasks keep running between the calls of a test."""
 
     def __init__(self) -> None:

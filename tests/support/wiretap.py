@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeAlias
 
+import redis.asyncio
 from redis.exceptions import ResponseError
 
 __all__ = ["Tap", "Words", "tap", "words_in"]
@@ -109,6 +110,6 @@ class _Async(_Tapped):
 def tap(client: Any, listener: Tap) -> None:
     """Have the client's connections, from now on, go past the listener."""
     pool = client.connection_pool
-    is_async = type(client).__module__.startswith(("redis.asyncio", "fakeredis.aioredis"))
+    is_async = isinstance(client, redis.asyncio.Redis)
     kind: type = _Async if is_async else _Sync
     pool.connection_class = type("Tapped", (kind, pool.connection_class), {"_tap": listener})
