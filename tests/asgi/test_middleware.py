@@ -671,3 +671,21 @@ def test_of_the_duplicates_of_one_key_four_wait_and_the_rest_are_refused_at_once
 
     assert site.loop.run(serve()) == [201, *[201] * A_KEY, *[409] * 5]
     assert len(site.runs) == 1
+
+
+def test_a_request_within_a_once_function_has_a_reservation_of_its_own(make_asgi_site: MakeAsgiSite) -> None:
+    site = make_asgi_site()
+
+    @site.idempotency.protect
+    async def charge(request: Request) -> Response:
+        return PlainTextResponse(current_reservation.key)
+
+    site.app.router.routes.append(Route("/charges", charge, methods=POST))
+
+    @site.ledger.once(principal="worker", key="outer")
+    async def work() -> list[str]:
+        scope, pieces = site.request("inner")
+        wire = await site.serve(scope, Wire(pieces))
+        return [wire.body.decode(), current_reservation.key]
+
+    assert site.loop.run(work()) == ["inner", "outer"]
