@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.support.servers import Server, start
 
-from . import calls, counting, instructions, peers, process, rows, serving
+from . import asgi, calls, counting, instructions, peers, process, rows, serving
 from .turns import Figure
 
 SECTIONS: Mapping[str, tuple[Callable[[Server], Iterable[Figure]], ...]] = {
@@ -30,6 +30,7 @@ SECTIONS: Mapping[str, tuple[Callable[[Server], Iterable[Figure]], ...]] = {
     "memory": (rows.memory,),
     "scale": (rows.many_rows, rows.cluster, rows.io_threads),
     "peers": (peers.peers,),
+    "asgi": (asgi.instructions, asgi.times),
 }
 
 
