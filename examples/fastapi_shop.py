@@ -79,7 +79,12 @@ def main() -> None:
 
             def retry(key: str, card: str = "tok_visa") -> httpx.Response:
                 """Send until there is an answer other than "in progress"."""
-                return wait_for(lambda: (answer := send(key, card)) is not None and answer.status_code < 409 and answer)
+
+                def final() -> httpx.Response | None:
+                    answer = send(key, card)
+                    return answer if answer is not None and answer.status_code < 409 else None
+
+                return wait_for(final)
 
             with ThreadPoolExecutor(8) as at_once:
                 answers = list(at_once.map(lambda _: retry("order-1"), range(8)))

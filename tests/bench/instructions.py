@@ -15,7 +15,7 @@ from tests.support.servers import Server
 from .counted import KINDS
 from .turns import Figure
 
-__all__ = ["counted", "instructions"]
+__all__ = ["instructions"]
 
 ROOT = Path(__file__).parents[2]
 FEW, MANY = 50, 150
@@ -39,20 +39,12 @@ def instructions(server: Server) -> Iterable[Figure]:
         yield Figure(f"instructions: {kind}", thousands - less, "k", AIMS.get(kind), note=note)
 
 
-def counted(*words: str) -> int:
-    """Return the instructions of a process of these words.
-
-    Raises:
-        RuntimeError: it failed.
-    """
+def _count(kind: str, count: int, url: str) -> int:
     tool = ["valgrind", "--tool=callgrind", "--callgrind-out-file=/dev/null"]
+    words = [*tool, sys.executable, "-m", "tests.bench.counted", kind, str(count), url]
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
-    ran = subprocess.run([*tool, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+    ran = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
     found = re.search(r"Collected : (\d+)", ran.stderr)
     if ran.returncode or found is None:
         raise RuntimeError(f"valgrind: {ran.stderr[-2000:]}")
     return int(found[1])
-
-
-def _count(kind: str, count: int, url: str) -> int:
-    return counted(sys.executable, "-m", "tests.bench.counted", kind, str(count), url)
