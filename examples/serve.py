@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 from embedded import free_port, running, valkey, wait_until_up
 
@@ -74,11 +75,13 @@ def serving(
         "SHOP_IDEMREDIS_URL": redis,
         "SHOP_DATABASE": str(directory / "shop.sqlite3"),
         "SHOP_GATEWAY": str(gateway),
+        "SHOP_HEALTH_TOKEN": secrets.token_hex(),
         **settings,
         **os.environ,
     }
     with running(command, env=env) as process:
-        wait_until_up(process, lambda: urlopen(f"{url}/healthz", timeout=5).close())
+        health = Request(f"{url}/healthz", headers={"Authorization": f"Bearer {env['SHOP_HEALTH_TOKEN']}"})
+        wait_until_up(process, lambda: urlopen(health, timeout=5).close())
         yield Shop(url, gateway, process)
 
 

@@ -20,6 +20,7 @@ logger = logging.getLogger("idemredis")
 EventName: TypeAlias = Literal[
     "claimed",
     "taken_over",
+    "retried",
     "replayed",
     "in_progress",
     "reused",
@@ -31,6 +32,7 @@ EventName: TypeAlias = Literal[
     "not_stored",
     "held_for_review",
     "completion_lost",
+    "corrupt",
     "key_missing",
     "heartbeat_late",
 ]
@@ -39,7 +41,8 @@ _LOUD: Mapping[EventName, tuple[int, str]] = {
     "fenced": (logging.ERROR, "an attempt no longer owned its row; its work may have been done twice"),
     "completion_lost": (logging.ERROR, "a response could not be stored in time; a retry will run the operation again"),
     "held_for_review": (logging.ERROR, "an operation waits for a person to decide"),
-    "taken_over": (logging.WARNING, "an earlier attempt did not finish; a new attempt is running"),
+    "corrupt": (logging.ERROR, "the row was not written by this ledger, or was edited; it is left as it is"),
+    "taken_over": (logging.WARNING, "the attempt before died, or lost its lease; a new attempt is running"),
     "heartbeat_late": (logging.WARNING, "a heartbeat ran late: the work starved it, or the process was paused"),
     "unavailable": (logging.WARNING, "Redis was unreachable, refused a call, or was too slow"),
     "not_stored": (
@@ -63,7 +66,8 @@ class Event:
         seconds: duration of the ledger's call so far; 0.0 for an event in the background.
         principal: whose key it is; None unless the ledger was made with `log_keys=True`.
         key: the key; None unless the ledger was made with `log_keys=True`.
-        reason: of `unavailable`: why, as in `LedgerUnavailable.reason`; "" otherwise.
+        reason: of `unavailable`: why, as in `LedgerUnavailable.reason`; of `corrupt`: what is wrong with the row, as in
+            `CorruptRow.why`; "" otherwise.
         observed: True if the application only observes: the view runs, whatever the event says.
     """
 
@@ -92,7 +96,7 @@ serving: ContextVar[object] = ContextVar("idemredis_serving", default=None)
 
 def digest(row: str) -> str:
     """Return 12 hex digits that identify a row in logs and spans, which never show its key or principal."""
-    return hashlib.sha256(row.encode()).hexdigest()[:12]
+    return hashlib.sha256(row.encode("utf-8", "surrogateescape")).hexdigest()[:12]
 
 
 class EventEmitter:
@@ -102,7 +106,7 @@ class EventEmitter:
         self._observers = tuple(observers)
         self._log_keys = log_keys
         self._failed: set[int] = set()
-        self._timers: list[Any] = [
+        self.timers: list[Any] = [
             observer for observer in self._observers if callable(getattr(observer, "timed", None))
         ]
 
@@ -114,15 +118,16 @@ class EventEmitter:
             return
         event = self._event(emit, 0.0 if began is None else time.monotonic() - began)
         if logged:
+            route = f", {event.route}" if event.route else ""
             why = f" ({event.reason})" if event.reason else ""
-            words = (event.name, event.digest, event.generation, meaning, why)
-            logger.log(level, "%s: row %s generation %d %s%s", *words, extra={"idempotency": event})
+            words = (event.name, event.digest, event.generation, route, meaning, why)
+            logger.log(level, "%s: row %s generation %d%s: %s%s", *words, extra={"idempotency": event})
         for observer in self._observers:
             self._notify(observer, observer, event)
 
     def timed(self, script: str, sent: float, outcome: object) -> None:
         """Report a script's duration and kind of outcome to the observers that have a method `timed`."""
-        for timer in self._timers:
+        for timer in self.timers:
             self._notify(
                 timer, timer.timed, script, time.monotonic() - sent, type(outcome).__name__.removeprefix("Async")
             )

@@ -13,9 +13,9 @@ ARGV
 
 REPLY
   claimed      token generation [checkpoint checkpoint_data checkpoint_seq]   this attempt owns the row; also if the call is sent again
-  replay       token status generation response_status response_headers response_body response_omitted   an attempt completed or failed the row
+  replay       token generation response_status response_headers response_body [response_omitted status]   an attempt completed or failed the row; without the last two it completed it, with its body
   in_progress  token lease_ms      another attempt owns the row, and its lease has this time left
-  stale        token generation [checkpoint checkpoint_data checkpoint_seq]   the lease has ended; a takeover of this generation may succeed
+  stale        token generation released [checkpoint checkpoint_data checkpoint_seq]   the lease has ended; a takeover of this generation may succeed. `released` is 1 if its attempt gave the row up, 0 if it died
   reused       token               the row was claimed with another fingerprint
   corrupt      token why           the row was not written by this ledger, or was edited
 
@@ -48,6 +48,7 @@ end
 -- Included here, since only an existing row needs these functions; defining them takes a tenth of a new claim's time.
 -- include lib/corrupt.lua
 -- include lib/lease.lua
+-- include lib/extend.lua
 
 local progress = progress_of(row)
 local why = fault(attempt, progress, ttl)
@@ -57,7 +58,11 @@ local current_fingerprint, current_lease, current_retention = attempt[4], attemp
 if current_fingerprint ~= fingerprint then return {'reused', owner} end
 
 if status ~= 'pending' then
-  return {'replay', owner, status, generation, progress[1], progress[2], progress[3], progress[4] or ''}
+  local reply = {'replay', owner, generation, progress[1], progress[2], progress[3]}
+  if status ~= 'completed' or progress[4] then
+    reply[7], reply[8] = progress[4] or '', status
+  end
+  return reply
 end
 
 if current_owner == owner then
@@ -68,4 +73,4 @@ end
 local left = lease_left(current_lease, current_retention, ttl)
 if left > 0 then return {'in_progress', owner, left} end
 if current_owner ~= '' then redis.pcall('HSET', row, 'generation', generation) end
-return with_checkpoint({'stale', owner, generation}, progress)
+return with_checkpoint({'stale', owner, generation, current_owner == '' and 1 or 0}, progress)

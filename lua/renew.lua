@@ -17,7 +17,7 @@ WRITES  the TTL, and lease and retention if they change, on "renewed" only
 ]]
 -- include lib/clock.lua
 -- include lib/fence.lua
--- include lib/lease.lua
+-- include lib/extend.lua
 local row = KEYS[1]
 local generation, owner, lease, retention = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 

@@ -37,12 +37,23 @@ SLOW_FIXTURES = {"broker", "gunicorn", "pair", "served_by", "started_cluster"}
 
 STARTED_ONCE = (
     "tests/packaging/",
+    "tests/sql/",
     "tests/shop/",
     "tests/faults/test_clock_jumps.py",
+    "tests/asgi/test_real_servers.py",
     "tests/flask/test_real_servers.py",
     "tests/store/test_outages.py",
 )
 """What starts something that takes seconds, once for all of its tests: one process runs them all."""
+
+WAITING = (
+    "tests/ledger/test_examples.py",
+    "tests/ledger/test_runners.py",
+    "tests/ledger/test_task_queues.py",
+    "tests/store/test_lost_replies.py",
+    "tests/store/test_wire.py",
+)
+"""Where one case after the other waits for seconds: several processes run them, so that they wait at the same time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,12 +79,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    """Hand the tests out in their order, each with all of its parameters."""
+    """Hand the tests out in their order, each with all of its parameters unless they wait."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return next(filter(nodeid.startswith, STARTED_ONCE), nodeid.partition("[")[0])
+            alone = nodeid if nodeid.startswith(WAITING) else nodeid.partition("[")[0]
+            return next(filter(nodeid.startswith, STARTED_ONCE), alone)
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

@@ -25,7 +25,7 @@ FLOORS = [
     {"inspection"},
     {"ledger"},
     {"web"},
-    {"telemetry"},
+    {"telemetry", "sql"},
     {"flask", "asgi", "operating"},
     {"fastapi"},
     {"testing"},
@@ -115,7 +115,7 @@ def test_what_is_pure_knows_no_client_and_redis_py_has_one_importer(module: str)
         assert "redis" not in roots
 
 
-def test_importing_the_package_imports_neither_flask_nor_fakeredis_nor_opentelemetry() -> None:
+def test_importing_the_package_imports_neither_flask_nor_fakeredis_nor_opentelemetry_nor_sqlalchemy() -> None:
     """Whatever redis-py imports itself (OpenTelemetry, where it is installed) is not ours to choose."""
     code = """
 import sys, redis, redis.asyncio, redis.sentinel
@@ -125,7 +125,7 @@ print(*sorted({name.partition(".")[0] for name in set(sys.modules) - before}))
 """
     ran = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
 
-    assert not {"flask", "werkzeug", "fakeredis", "lupa", "opentelemetry"} & set(ran.stdout.split())
+    assert not {"flask", "werkzeug", "fakeredis", "lupa", "opentelemetry", "sqlalchemy"} & set(ran.stdout.split())
     assert "idemredis" in ran.stdout.split()
 
 

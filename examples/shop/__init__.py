@@ -23,6 +23,8 @@ from payments import authenticate, idempotency
 from payments import create_app as create_payments
 
 from idemredis import CorruptRow, InvalidKey, Ledger, LedgerUnavailable, Row
+from idemredis.core.keys import identify
+from idemredis.core.reservation import Unprotected
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
@@ -58,17 +60,25 @@ def show_no_icon() -> ResponseReturnValue:
 
 @behind.get("/")
 def look_behind() -> ResponseReturnValue:
-    """Return the row of the caller's key, and the requests that the gateway recorded."""
+    """Return the row of the caller's key, and the requests that the gateway recorded.
+
+    Of each request to the gateway it says whether it was for this key. The gateway's key is derived from the row's
+    name, so that is known while Redis is away, too.
+    """
     ledger: Ledger = current_app.extensions["idemredis"].ledger
     away, row = False, None
     try:
-        row = ledger.read(idempotency.principal(), request.args.get("key", "none"))
+        identity = identify(ledger.namespace, idempotency.principal(), request.args.get("key", "none"), "")
+        row = ledger.read(identity.principal, identity.key)
     except (LedgerUnavailable, CorruptRow):
         away = True
     except InvalidKey:
         return {"error": "key"}, 400
-    asked = Gateway(current_app.config["GATEWAY"]).requests()
-    return {"away": away, "row": row and as_shown(row), "gateway": [request._asdict() for request in asked]}
+    own = Unprotected(lambda: identity).downstream_key("gateway")
+    asked = [
+        {**asked._asdict(), "own": asked.key == own} for asked in Gateway(current_app.config["GATEWAY"]).requests()
+    ]
+    return {"name": identity.row, "away": away, "row": row and as_shown(row), "gateway": asked}
 
 
 @behind.post("/kill-worker")
@@ -111,5 +121,6 @@ def as_shown(row: Row) -> dict[str, object]:
         "owner": row.owner,
         # Redis runs on this machine, so both use the same clock.
         "lease_ms": max(round(row.lease_left * 1000), 0) if row.status == "pending" else None,
+        "lease_full_ms": round(row.lease * 1000),
         "response_status": row.response and row.response.status,
     }

@@ -146,7 +146,10 @@ async def _claim(
             outcome = await ledger.claim(*asked, wait, route=exchange.route)
     except Exception as error:
         refusal = refusal_for(error, settings)
-        return None if refusal is None else await _shaped(exchange, refusal)
+        if refusal is None:
+            exchange.fingerprint = fingerprint  # with which `Effects` still makes each effect once
+            return None
+        return await _shaped(exchange, refusal)
     if isinstance(outcome, AsyncReservation):
         return outcome
     return await _shaped(exchange, answer_to(outcome, contract))
@@ -215,7 +218,7 @@ async def _stand_in(exchange: Exchange, options: Options, ask: Ask) -> None:
             logger.debug("a request that runs unprotected has no row: %s", error)
         return identity(principal, None, idempotency.settings, options.operation)
 
-    stand_in = AsyncUnprotected(find, exchange.route)
+    stand_in = AsyncUnprotected(find, exchange.route, fingerprint=exchange.fingerprint)
     save_through(stand_in, exchange.save_nothing)
     exchange.reservation = stand_in
 

@@ -51,6 +51,7 @@ class Exchange:
         outgoing: the response.
         began: the claim has been made, refused, or left out.
         reservation: what `current_reservation` stands for; None if there is none.
+        fingerprint: of a request that runs unprotected in an outage; "" otherwise.
         template: the route's template, if it was matched before the application has routed the request.
         endpoint: the name of the function that is protected, if its framework does not give a route.
     """
@@ -64,6 +65,7 @@ class Exchange:
         self.outgoing = Outgoing(send, settings.storable)
         self.began = False
         self.reservation: AsyncReservation | None = None
+        self.fingerprint = ""
         self.template = ""
         self.endpoint = ""
         self.body: RequestBody | None = None

@@ -129,10 +129,11 @@ class Outgoing:
         recorder = self.recorder
         assert recorder is not None
         if not self._omitted and not self.ended:
-            self._body += body
-            if len(self._body) > recorder.max_body or (self._announced or 0) > recorder.max_body:
+            if max(len(self._body) + len(body), self._announced or 0) > recorder.max_body:
                 self._omitted = True
                 self.collected.set()
+            else:
+                self._body += body
         if more and not self.ended:
             if not self.begun and self._is_held():
                 return
@@ -206,10 +207,11 @@ class Outgoing:
             assert self._start is not None
             self.begun = True
             await self._forward(self._signed(self._start))
-            if len(self._body) > len(message.get("body", b"")):  # what was held before
-                message = {**message, "body": bytes(self._body)}
-            if self._omitted:
+            if self._omitted and self._body:  # what was held before
+                message = {**message, "body": bytes(self._body) + message.get("body", b"")}
                 self._body.clear()
+            elif len(self._body) > len(message.get("body", b"")):
+                message = {**message, "body": bytes(self._body)}
         await self._forward(message)
 
     def _signed(self, start: Message) -> Message:

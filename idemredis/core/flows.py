@@ -15,6 +15,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ..errors import CorruptRow, FencedOut, LedgerUnavailable, NotDurable
@@ -87,7 +88,8 @@ class Sleep(NamedTuple):
     seconds: float
 
 
-class Emit(NamedTuple):
+@dataclass(slots=True)
+class Emit:
     """Emit an event."""
 
     event: EventName
@@ -134,6 +136,7 @@ def claim(
     """
     call = operations.claim(identity, owner, fingerprint, lease, policy.retention, created_at, route, make)
     races = 0
+    released = False
     began: float | None = None
     entered = False
     requested = 1  # generation that this attempt owns if the reply is lost; 0 while no call is outstanding
@@ -145,7 +148,7 @@ def claim(
                 if outcome.refusal is not None:  # a takeover would fence the owner, and then not count
                     requested = 0
                     raise outcome.refusal
-                requested = outcome.generation + 1
+                requested, released = outcome.generation + 1, outcome.released
                 outcome = yield from _retry_once(
                     operations.takeover(
                         identity, outcome.generation, owner, fingerprint, lease, policy.retention, route, make
@@ -176,11 +179,13 @@ def claim(
             yield _release_later(identity, requested, owner, lease, policy)
         if isinstance(error, LedgerUnavailable):
             yield Emit("unavailable", identity, route=route, reason=error.reason)
+        if isinstance(error, CorruptRow):
+            yield Emit("corrupt", identity, route=route, reason=error.why)
         raise
     finally:
         if room is not None and entered:
             room.leave(identity)
-    yield _claim_event(identity, outcome, route)
+    yield _claim_event(identity, outcome, route, released)
     return outcome
 
 
@@ -318,23 +323,23 @@ def _end(r: Reservation, call: Call[Done | Fenced], event: EventName, retry: Cal
         if not isinstance(error, CorruptRow):
             yield retry()
         if isinstance(error, LedgerUnavailable):
-            yield _emit("unavailable", r)._replace(reason=error.reason)
+            yield Emit("unavailable", r.identity, r.generation, r.route, error.reason)
+        if isinstance(error, CorruptRow):
+            yield Emit("corrupt", r.identity, r.generation, r.route, error.why)
         raise
-    yield from _raise_if_fenced(r, outcome)
+    if isinstance(outcome, Fenced):
+        yield from _mark_fenced(r)
+        raise_if_fenced(r)
     yield _emit(event, r)
 
 
 def _extend(r: Reservation, call: Call[Renewed | Fenced]) -> Flow[None]:
     outcome = yield from _retry_once(call)
-    yield from _raise_if_fenced(r, outcome)
-    assert isinstance(outcome, Renewed)
-    r.lease.expires_at = outcome.expires_at
-
-
-def _raise_if_fenced(r: Reservation, outcome: object) -> Flow[None]:
     if isinstance(outcome, Fenced):
         yield from _mark_fenced(r)
         raise_if_fenced(r)
+    else:
+        r.lease.expires_at = outcome.expires_at
 
 
 def _may_have_run(error: BaseException) -> bool:
@@ -404,10 +409,13 @@ def _late(r: Reservation) -> Emit:
     return _emit("heartbeat_late", r)
 
 
-def _claim_event(identity: Identity, outcome: Outcome, route: str) -> Emit:
+def _claim_event(identity: Identity, outcome: Outcome, route: str, released: bool) -> Emit:
+    """Return the event of a claim; `released`: the attempt before gave the row up, if there was one."""
     match outcome:
+        case Reservation() if outcome.taken_over:
+            return _emit("retried" if released else "taken_over", outcome)
         case Reservation():
-            return _emit("taken_over" if outcome.taken_over else "claimed", outcome)
+            return _emit("claimed", outcome)
         case Replay():
             return Emit("replayed", identity, outcome.generation, route)
         case InProgress():

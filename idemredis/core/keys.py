@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import string
 from functools import lru_cache
 from typing import NamedTuple
 from urllib.parse import quote, unquote
@@ -16,7 +16,9 @@ __all__ = [
     "Identity",
     "identify",
     "parse_row_name",
+    "row_bytes",
     "row_prefix",
+    "row_text",
     "valid_key",
     "valid_principal",
     "valid_route",
@@ -33,7 +35,7 @@ ROUTE_CACHE = 1024
 
 _SHORTENED = b"..."
 _UNENCODED = "-._~/@+=,"
-_PLAIN = re.compile(r"[A-Za-z0-9\-._~/@+=,:]*\Z")
+_PLAIN = f"{string.ascii_letters}{string.digits}{_UNENCODED}".encode()
 
 
 class Identity(NamedTuple):
@@ -70,9 +72,12 @@ def valid_principal(principal: object) -> str:
     Raises:
         InvalidPrincipal: it is not a str, int or UUID, or is empty or blank.
     """
-    if isinstance(principal, bool) or not isinstance(principal, (str, int, UUID)):
+    if type(principal) is str:
+        text = principal
+    elif isinstance(principal, bool) or not isinstance(principal, (str, int, UUID)):
         raise InvalidPrincipal(f"a principal must be a str, int or UUID, not {type(principal).__name__}")
-    text = str(principal)
+    else:
+        text = str(principal)
     if not text or text.isspace():
         raise InvalidPrincipal("the principal is empty or blank; derive it from the authenticated account")
     return text
@@ -102,21 +107,28 @@ def identify(namespace: str, principal: object, key: object, operation: str = ""
     if not isinstance(operation, str):
         raise ConfigurationError(f"an operation must be a str, not {type(operation).__name__}")
     parts = [namespace, who, operation, what] if operation else [namespace, who, what]
-    row = ":".join(parts)
-    if not _PLAIN.match(row) or row.count(":") >= len(parts):
-        try:
-            row = ":".join([quote(part, safe=_UNENCODED) for part in parts])
-        except UnicodeEncodeError:
-            raise InvalidPrincipal(
-                "a principal or operation cannot be encoded as UTF-8; remove lone surrogates"
-            ) from None
-    return Identity(who, operation, what, row)
+    try:
+        if "".join(parts).encode().translate(None, _PLAIN):  # something is left that has to be encoded
+            parts = [quote(part, safe=_UNENCODED) for part in parts]
+    except UnicodeEncodeError:
+        raise InvalidPrincipal("a principal or operation cannot be encoded as UTF-8; remove lone surrogates") from None
+    return Identity(who, operation, what, ":".join(parts))
 
 
 def row_prefix(namespace: str, principal: str = "") -> str:
     """Return the common prefix of a namespace's row names, or of one principal's; it is safe in a SCAN pattern."""
     row = identify(namespace, principal or "x", "x").row
     return row[:-1] if principal else row[:-3]
+
+
+def row_text(name: bytes) -> str:
+    """Return a row's name in Redis as text. Other programs may have made names that are not UTF-8; none is lost."""
+    return name.decode("utf-8", "surrogateescape")
+
+
+def row_bytes(row: str) -> bytes:
+    """Return a row's name as it is in Redis; the reverse of `row_text`."""
+    return row.encode("utf-8", "surrogateescape")
 
 
 def parse_row_name(name: str | bytes) -> tuple[str, str, str, str]:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from ..errors import CorruptRow, LedgerUnavailable, NotDurable
 from .keys import Identity
-from .outcomes import Done, Fenced, InProgress, Lost, Renewed, Replay, Reused, Row, Stale
+from .outcomes import Done, Fenced, InProgress, Lost, Renewed, Replay, Reused, Row, Stale, Survey, SurveyedRow
 from .reservation import Lease, Reservation
 from .response import StoredResponse
 
@@ -28,6 +30,8 @@ __all__ = [
     "read",
     "release",
     "renew",
+    "survey",
+    "surveyed",
     "takeover",
 ]
 
@@ -35,6 +39,9 @@ T = TypeVar("T")
 
 MAX_DIGITS = 15
 """Digits of an integer that a double, and so Lua and JSON, represents exactly."""
+
+PERIODS = 64
+"""Leases and retentions in milliseconds that are kept as text."""
 
 MakeReservation: TypeAlias = Callable[..., Reservation]
 """Called with the arguments of `Reservation`; a ledger adds its `save`."""
@@ -44,28 +51,26 @@ Reply = Sequence[Any]  # a word, the call's token, then bytes and integers
 _reads = count(1)  # tokens of this process's reads, which have no owner
 
 
-class Call(NamedTuple, Generic[T]):
-    """One script to run on one row. The reply repeats `token`, so that the reply to another call is detected."""
+@dataclass(slots=True)
+class Call(Generic[T]):
+    """One script to run on one row.
+
+    Attributes:
+        script: its name.
+        row: the row's name.
+        token: what the reply repeats, so that the reply to another call is detected.
+        args: its arguments.
+        decode: turns the reply into the outcome. Its second argument is when the call was sent, by the local monotonic
+            clock. It raises `CorruptRow` for a row that was not written by this ledger, or was edited.
+        durable: it takes effect only once `min_replicas` replicas have it.
+    """
 
     script: str
     row: str
     token: str
     args: tuple[str | bytes | int, ...]
     decode: Callable[[Reply, float], T]
-    durable: bool = False  # takes effect only once `min_replicas` replicas have it
-
-    def outcome(self, reply: Reply, sent: float) -> T:
-        """Decode the reply to this call, which was sent at `sent` by the local monotonic clock.
-
-        Raises:
-            CorruptRow: the row was not written by this ledger, or was edited.
-            LedgerUnavailable: the reply belongs to another call.
-        """
-        if reply[1] != self.token.encode():
-            raise LedgerUnavailable(
-                f"the reply to {self.script} belongs to another call; the connection is out of sync"
-            )
-        return self.decode(reply, sent)
+    durable: bool = False
 
 
 def claim(
@@ -83,20 +88,21 @@ def claim(
             case b"claimed":
                 return _reservation(make, identity, owner, fingerprint, lease, route, reply, sent)
             case b"replay":
-                _, _, status, generation, *response = reply
-                return Replay(StoredResponse.decode(*response), int(generation), status == b"failed")
+                _, _, generation, code, headers, body, *unusual = reply
+                omitted, status = unusual or (b"", b"completed")
+                return Replay(StoredResponse.decode(code, headers, body, omitted), int(generation), status == b"failed")
             case b"in_progress":
                 return InProgress(int(reply[2]) / 1000)
             case b"stale":
-                _checkpoint(reply[3:])  # raise for a corrupt checkpoint before the takeover, not after it
-                return Stale(int(reply[2]))
+                _checkpoint(reply[4:])  # raise for a corrupt checkpoint before the takeover, not after it
+                return Stale(int(reply[2]), bool(reply[3]))
             case b"reused":
                 return Reused()
             case _:
                 raise CorruptRow(reply[2].decode())
 
-    times = (milliseconds(lease), milliseconds(retention), milliseconds(created_at))
-    return Call("claim", identity.row, owner, (owner, fingerprint, *times, route), decode, durable=True)
+    args = (owner, fingerprint, _period(lease), _period(retention), milliseconds(created_at), route)
+    return Call("claim", identity.row, owner, args, decode, True)
 
 
 def takeover(
@@ -114,8 +120,8 @@ def takeover(
             return Lost()
         return _reservation(make, identity, owner, fingerprint, lease, route, reply, sent)
 
-    args = (generation, owner, fingerprint, milliseconds(lease), milliseconds(retention))
-    return Call("takeover", identity.row, owner, args, decode, durable=True)
+    args = (generation, owner, fingerprint, _period(lease), _period(retention))
+    return Call("takeover", identity.row, owner, args, decode, True)
 
 
 def complete(r: Reservation, response: StoredResponse, retention: float) -> Call[Done | Fenced]:
@@ -127,18 +133,18 @@ def fail(r: Reservation, response: StoredResponse, retention: float) -> Call[Don
 
 
 def release(identity: Identity, generation: int, owner: str, retention: float) -> Call[Done | Fenced]:
-    return Call("release", identity.row, owner, (generation, owner, milliseconds(retention)), _done)
+    return Call("release", identity.row, owner, (generation, owner, _period(retention)), _done)
 
 
 def renew(r: Reservation, retention: float) -> Call[Renewed | Fenced]:
     lease = r.lease.duration
-    args = (r.generation, r.owner, milliseconds(lease), milliseconds(retention))
+    args = (r.generation, r.owner, _period(lease), _period(retention))
     return Call("renew", r.identity.row, r.owner, args, _renewed(lease))
 
 
 def checkpoint(r: Reservation, name: str, data: str, retention: float) -> Call[Renewed | Fenced]:
     lease = r.lease.duration
-    args = (r.generation, r.owner, milliseconds(lease), milliseconds(retention), name, data, r.lease.next_checkpoint())
+    args = (r.generation, r.owner, _period(lease), _period(retention), name, data, r.lease.next_checkpoint())
     return Call("checkpoint", r.identity.row, r.owner, args, _renewed(lease))
 
 
@@ -150,6 +156,36 @@ def read(identity: Identity, *, body: bool = True) -> Call[Row | None]:
 
     token = str(next(_reads))
     return Call("read", identity.row, token, (token, int(body)), decode)
+
+
+def survey(token: str, now: float, period: float, finished: bool, max_bytes: int) -> tuple[str | int, ...]:
+    """Return the arguments of `survey`, the one script that takes many rows; `surveyed` reads its reply.
+
+    Args:
+        token: which call it is; repeated in the reply.
+        now: seconds since the epoch.
+        period: rows that were claimed within these seconds count as recent.
+        finished: return the finished rows too.
+        max_bytes: end the survey after the row with which the bodies exceed this.
+    """
+    return token, milliseconds(now), milliseconds(period), int(finished), max_bytes
+
+
+def surveyed(token: str, reply: Reply) -> Survey:
+    """Return the survey in a reply.
+
+    Raises:
+        LedgerUnavailable: the reply belongs to another call.
+    """
+    if reply[1] != token.encode():
+        raise LedgerUnavailable("the reply to survey belongs to another call; the connection is out of sync")
+    _, _, rows, completed, failed, lasting, recent, oldest, *others = reply
+    each = iter(others)
+    found = [
+        SurveyedRow(at - 1, state.decode(), None if ttl < 0 else ttl / 1000, age / 1000, left / 1000, claimed / 1000)
+        for at, state, ttl, age, left, claimed in zip(*[each] * 6, strict=True)
+    ]
+    return Survey(rows, completed, failed, lasting, recent, None if oldest < 0 else oldest / 1000, found)
 
 
 def acknowledged(outcome: T, replicas: int, required: int) -> T:
@@ -174,9 +210,15 @@ def milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
 
 
+@lru_cache(PERIODS)
+def _period(seconds: float) -> str:
+    """Return a lease or retention as the scripts read it; a service has few."""
+    return str(milliseconds(seconds))
+
+
 def _finish(script: str, r: Reservation, response: StoredResponse, retention: float) -> Call[Done | Fenced]:
-    args = (r.generation, r.owner, milliseconds(retention), *response.encode())
-    return Call(script, r.identity.row, r.owner, args, _done, durable=True)
+    args = (r.generation, r.owner, _period(retention), *response.encode())
+    return Call(script, r.identity.row, r.owner, args, _done, True)
 
 
 def _reservation(

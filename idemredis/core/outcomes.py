@@ -10,7 +10,20 @@ from .keys import Identity
 from .reservation import Reservation
 from .response import StoredResponse
 
-__all__ = ["Done", "Fenced", "InProgress", "Lost", "Outcome", "Renewed", "Replay", "Reused", "Row", "Stale"]
+__all__ = [
+    "Done",
+    "Fenced",
+    "InProgress",
+    "Lost",
+    "Outcome",
+    "Renewed",
+    "Replay",
+    "Reused",
+    "Row",
+    "Stale",
+    "Survey",
+    "SurveyedRow",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +64,12 @@ class Stale(NamedTuple):
 
     Attributes:
         generation: of the attempt before.
+        released: True if that attempt gave the row up; False if it died, or if its lease ran out.
         refusal: why a takeover would not be durable, if too few replicas keep up; None otherwise.
     """
 
     generation: int
+    released: bool = False
     refusal: NotDurable | None = None
 
 
@@ -74,6 +89,47 @@ class Renewed(NamedTuple):
 
 class Done(NamedTuple):
     """The row is completed, failed or released."""
+
+
+class SurveyedRow(NamedTuple):
+    """One row of a survey; times are in seconds.
+
+    Attributes:
+        position: which of the surveyed rows it is, from 0.
+        state: `running`, `stale`, `released`, `completed`, `failed`, `corrupt`; `unread` if it must be read first.
+        ttl: time until the row expires; None if it has no TTL.
+        age: time since the last transition.
+        lease_left: time left on the lease of a pending row; negative once it has ended.
+        since_claim: time since the claim, by the clocks of its caller and of this host.
+    """
+
+    position: int
+    state: str
+    ttl: float | None
+    age: float
+    lease_left: float
+    since_claim: float
+
+
+class Survey(NamedTuple):
+    """The state of many rows.
+
+    Attributes:
+        rows: how many rows were surveyed; the first ones of those asked for.
+        completed, failed: how many of them are finished, without those in `others` as `unread`.
+        lasting: how many finished ones have no TTL.
+        recent: how many rows were claimed within the period asked for.
+        oldest: seconds since the earliest claim; None if no row was readable.
+        others: the rows that are not finished; also the finished ones if they were asked for.
+    """
+
+    rows: int
+    completed: int
+    failed: int
+    lasting: int
+    recent: int
+    oldest: float | None
+    others: list[SurveyedRow]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast
 from ..errors import ConfigurationError, FencedOut, InvalidResponse
 from .keys import Identity
 from .response import StoredResponse
+from .slots import slot_setters
 
 __all__ = [
     "CHOICES",
@@ -25,6 +26,7 @@ __all__ = [
     "Reservation",
     "Unprotected",
     "allow",
+    "chosen_outcome",
     "freeze",
     "observed",
     "save_through",
@@ -154,16 +156,15 @@ class Reservation:
         save: Callable[[Reservation, str, object], Any] | None = None,
     ) -> None:
         """Make a reservation from a script's reply; `save` is called by `checkpoint`."""
-        put = object.__setattr__
-        put(self, "identity", identity)
-        put(self, "fingerprint", fingerprint)
-        put(self, "generation", generation)
-        put(self, "owner", owner)
-        put(self, "last_checkpoint", last_checkpoint)
-        put(self, "lease", lease)
-        put(self, "route", route)
-        put(self, "_save", save)
-        put(self, "_settable", None)
+        _put_save(self, save)
+        _put_settable(self, None)
+        _put_fingerprint(self, fingerprint)
+        _put_generation(self, generation)
+        _put_identity(self, identity)
+        _put_last_checkpoint(self, last_checkpoint)
+        _put_lease(self, lease)
+        _put_owner(self, owner)
+        _put_route(self, route)
 
     if TYPE_CHECKING:
         result: object
@@ -324,6 +325,19 @@ class Reservation:
         return f"{type(self).__name__}(generation={self.generation}, owner={self.owner!r}, route={self.route!r})"
 
 
+(
+    _put_save,
+    _put_settable,
+    _put_fingerprint,
+    _put_generation,
+    _put_identity,
+    _put_last_checkpoint,
+    _put_lease,
+    _put_owner,
+    _put_route,
+) = slot_setters(Reservation)
+
+
 class AsyncReservation(Reservation):
     """A `Reservation` made by an `AsyncLedger`: `checkpoint` is awaited."""
 
@@ -356,13 +370,17 @@ class Unprotected(Reservation):
     __slots__ = ("_find", "_identity")
 
     def __init__(
-        self, find: Callable[[], Identity], route: str = "", settable: dict[str, object] | None = None
+        self,
+        find: Callable[[], Identity],
+        route: str = "",
+        settable: dict[str, object] | None = None,
+        fingerprint: str = "",
     ) -> None:
-        """Make one whose identity is found when it is first asked for."""
+        """Make one whose identity is found when it is first asked for; `fingerprint` is "" if it is not known."""
         put = object.__setattr__
         put(self, "_find", find)
         put(self, "_identity", None)
-        put(self, "fingerprint", "")
+        put(self, "fingerprint", fingerprint)
         put(self, "generation", 0)
         put(self, "owner", "")
         put(self, "last_checkpoint", None)
@@ -435,10 +453,15 @@ def save_through(r: Reservation, save: Callable[[Reservation, str, object], Any]
 
 def freeze(r: Reservation) -> None:
     """Make setting an attribute that `allow` made settable an error, since what it decides has been decided."""
-    settable = r._settable  # type: ignore[attr-defined]
-    object.__setattr__(r, "_settable", MappingProxyType(settable))
+    _put_settable(r, MappingProxyType(r._settable))  # type: ignore[attr-defined]
 
 
 def allow(r: Reservation, *names: Literal["result", "response", "outcome"]) -> None:
     """Make these attributes of a reservation settable; each is None at first."""
-    object.__setattr__(r, "_settable", dict.fromkeys(names))
+    _put_settable(r, dict.fromkeys(names))
+
+
+def chosen_outcome(r: Reservation) -> Choice | None:
+    """Return `outcome`, which `allow` has made settable; without the detour that a missing attribute takes."""
+    outcome: Choice | None = r._settable["outcome"]  # type: ignore[attr-defined]
+    return outcome

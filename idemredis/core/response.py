@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from ..errors import CorruptRow, Finished, InvalidResponse
+from .slots import slot_setters
 
 __all__ = [
     "NULL_BODY_STATUSES",
@@ -18,6 +19,7 @@ __all__ = [
     "REPLAY_HEADERS",
     "Omission",
     "StoredResponse",
+    "deliverable",
     "filter_headers",
     "storable_names",
 ]
@@ -80,7 +82,7 @@ _HEADER_NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+\Z")
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*\Z")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class StoredResponse:
     """A response as it is stored and replayed.
 
@@ -99,6 +101,15 @@ class StoredResponse:
     headers: tuple[tuple[str, str], ...] = ()
     body: bytes = b""
     omitted: Omission = ""
+
+    def __init__(
+        self, status: int, headers: tuple[tuple[str, str], ...] = (), body: bytes = b"", omitted: Omission = ""
+    ) -> None:
+        _put_status(self, status)
+        _put_headers(self, headers)
+        _put_body(self, body)
+        _put_omitted(self, omitted)
+        self.__post_init__()
 
     def __post_init__(self) -> None:
         if type(self.status) is not int or not 100 <= self.status <= 999:
@@ -150,6 +161,8 @@ class StoredResponse:
             raise CorruptRow(f"the stored response cannot be read: {error}") from None
 
 
+_put_status, _put_headers, _put_body, _put_omitted = slot_setters(StoredResponse)
+
 Finished._read = staticmethod(StoredResponse.from_plain)  # this module imports the errors, so they cannot import it
 
 
@@ -164,7 +177,13 @@ def storable_names(names: Iterable[str]) -> frozenset[str]:
 
 def filter_headers(headers: Iterable[tuple[str, str]], replayed: frozenset[str]) -> tuple[tuple[str, str], ...]:
     """Return the headers to store, in their order; repeated headers stay repeated."""
-    return tuple((name, value) for name, value in headers if name.lower() in replayed)
+    return tuple([pair for pair in headers if pair[0].lower() in replayed])
+
+
+@lru_cache(HEADER_CACHE)
+def deliverable(headers: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    """Return the headers without those that are never stored; a worker or a person may have stored them."""
+    return tuple([pair for pair in headers if pair[0].lower() not in _NEVER_KEPT])
 
 
 @lru_cache(HEADER_CACHE)

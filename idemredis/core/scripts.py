@@ -15,7 +15,7 @@ from ..errors import ConfigurationError
 
 __all__ = ["NAMES", "Script", "load"]
 
-NAMES = ("claim", "takeover", "complete", "fail", "release", "renew", "checkpoint", "read")
+NAMES = ("claim", "takeover", "complete", "fail", "release", "renew", "checkpoint", "read", "survey")
 
 _INCLUDE = re.compile(r"^-- include (lib/\w+\.lua)\n", re.MULTILINE)
 

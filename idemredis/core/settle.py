@@ -87,17 +87,15 @@ def settle(r: Reservation, ending: Ending, policy: Policy) -> Flow[None]:
     if r.lease.process != os.getpid():
         return
     try:
-        match ending:
-            case Ending("complete", StoredResponse() as response):
-                yield from flows.complete(r, _limited(response, policy), policy)
-            case Ending("fail", StoredResponse() as response):
-                yield from flows.fail(r, _limited(response, policy), policy)
-            case Ending("hold"):
-                yield from flows.hold(r, for_review=False)
-            case Ending("review"):
-                yield from flows.hold(r, for_review=True)
-            case _:
-                yield from flows.release(r, policy)
+        how, response = ending
+        if response is not None and how == "complete":
+            yield from flows.complete(r, _limited(response, policy), policy)
+        elif response is not None and how == "fail":
+            yield from flows.fail(r, _limited(response, policy), policy)
+        elif how == "hold" or how == "review":
+            yield from flows.hold(r, for_review=how == "review")
+        else:
+            yield from flows.release(r, policy)
     except (FencedOut, LedgerUnavailable):
         pass  # the flow has emitted an event, and retries in the background where that is safe
     except Exception:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from contextvars import ContextVar
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flask import Flask, Request, Response, request
+from flask.globals import request_ctx
 
 from ..core.reservation import Reservation
+from ..errors import ConfigurationError
 from ..web.body import Environ, RequestBody
 from ..web.recorder import ResponseRecorder
 from ._content import record
@@ -23,7 +26,9 @@ __all__ = [
     "CLAIMED",
     "FOLLOWED",
     "Exchange",
+    "body_limit",
     "current_answer",
+    "exchange_of",
     "exchanges",
     "process_response",
     "request_context",
@@ -38,6 +43,9 @@ FOLLOWED = "idemredis.followed"
 """Environ key of the exchange of the request context that was made last for this environ."""
 
 _WATCHED = "idemredis.watched"
+
+_OURS = "idemredis_noticed"
+"""Attribute of a context with a key that was made by `request_context`."""
 
 exchanges: ContextVar[Exchange | None] = ContextVar("idemredis_exchange", default=None)
 """The exchange of the protected view that began last; it may be that of a request around the current one."""
@@ -54,26 +62,28 @@ class Exchange:
         body: its body; None if it is not recorded.
         answer: a refusal or replay, which is sent whatever the application makes of it.
         recorder: settles the claim; None if there is none.
+        fingerprint: of a request that runs although Redis is down; "" otherwise.
         reservation: what `current_reservation` stands for.
         marked: the response says that the view ran unprotected.
         answer_to: settles the row and makes the answer for an error after the view, if it has one of its own.
         ended: True once Flask has finished with the request.
     """
 
-    def __init__(self, app: Flask, request: Request, context: RequestContext) -> None:
+    def __init__(self, app: Flask, request: Request, context: RequestContext, may_claim: bool) -> None:
         self.app = app
         self.request = request
         self.body: RequestBody | None = None
         self.answer: Response | None = None
         self.recorder: ResponseRecorder | None = None
+        self.fingerprint = ""
         self.reservation: Reservation | None = None
         self.marked = False
         self.answer_to: Callable[[BaseException], Response | None] | None = None
         self.ended = False
         self._context = context
         self._began = sys.exc_info()[1]  # an exception that is handled around the request is not one of it
-        self._depth = 0
-        self._may_claim = True
+        self._depth = 1
+        self._may_claim = may_claim
         self._watch: _Watch | None = None
         self._outer: Exchange | None = None
         self._functions_before = 0
@@ -88,28 +98,22 @@ class Exchange:
 
     # The request's context
 
-    def follow(self, context: RequestContext, *, entered: bool = False) -> None:
-        """Be told when the context is entered and left; the teardown functions run when it is left.
-
-        A request without a key, which records nothing, is followed from when its view begins.
-        """
-        self._depth = int(entered)
-        self._may_claim = not entered
+    def follow(self) -> None:
+        """Be told when the context, which has been entered, is left: then the teardown functions have run."""
+        context = self._context
         self._enter, self._leave = context.push, context.pop
         context.push = self._push  # type: ignore[method-assign]
         context.pop = self._pop  # type: ignore[method-assign, assignment]
         self.request.environ[FOLLOWED] = self
 
+    def record_body(self, limit: int) -> None:
+        """Record what is read of the body from now on, up to a limit in bytes."""
+        self.body = RequestBody(self.request.environ, limit)
+        self.body.record(body_limit(self.app, self.request))
+
     def _push(self) -> None:
         self._depth += 1
         self._enter()
-        state: State = self.app.extensions[EXTENSION]
-        settings = state.settings
-        if CLAIMED in self.request.environ:  # a context within the view of this very environ; the body is its body
-            return
-        if self.body is None and state.views.are_protected(self.app, self.request, settings.protect_all):
-            self.body = RequestBody(self.request.environ, settings.max_request)
-            self.body.record(self.request.max_content_length)
 
     def _pop(self, *args: Any) -> None:
         self._depth -= 1
@@ -169,7 +173,7 @@ class Exchange:
             self._functions = functions
         self._processed = True
         self._status = response.status_code
-        self._retry_after = "Retry-After" in response.headers
+        self._retry_after = self._status >= 400 and "Retry-After" in response.headers  # it means nothing below that
         if self.recorder is None:
             self._leave_scope()
             if self.body is not None and response.is_streamed:  # an unprotected view may stream its request body
@@ -215,6 +219,9 @@ class Exchange:
         it is registered again on a replay.
         """
         functions = self._functions
+        if not functions:
+            self._passing = self._passing or frozenset()
+            return [], []
         if self._passing is None:
             after = len(functions) if self._functions_of_view is None else self._functions_of_view
             self._passing = frozenset([*range(self._functions_before), *range(after, len(functions))])
@@ -337,7 +344,7 @@ def watch(app: Flask, wsgi_app: WSGIApplication, environ: Environ, start_respons
 
 
 def request_context(app: Flask, make: Callable[[Environ], RequestContext], environ: Environ) -> RequestContext:
-    """Make a request's context; that of a request with a key is followed."""
+    """Make a request's context; if it has a key and its view is protected, it is followed from when it is entered."""
     state: State = app.extensions[EXTENSION]
     if not state.views.checked:
         state.views.check(app, state.extension.protected, state.settings.methods)
@@ -348,8 +355,51 @@ def request_context(app: Flask, make: Callable[[Environ], RequestContext], envir
             before: Exchange | None = environ.get(CLAIMED)
             if before is not None and before.ended:
                 before.close()
-            Exchange(app, context.request, context).follow(context)
+            setattr(context, _OURS, True)
+            context.push = partial(_enter, app, state, context)  # type: ignore[method-assign]
     return context
+
+
+def _enter(app: Flask, state: State, context: RequestContext) -> None:
+    """Enter the context of a request with a key for the first time; its view is known then."""
+    del context.push  # so that the context is in no circle
+    context.push()
+    request, settings = context.request, state.settings
+    if state.views.are_protected(app, request, settings.protect_all):
+        exchange = Exchange(app, request, context, True)
+        exchange.follow()
+        if CLAIMED not in request.environ:  # else it is within the view of this very environ; the body is its body
+            exchange.record_body(settings.max_request)
+
+
+def exchange_of(app: Flask, state: State, owning_request: Request) -> Exchange:
+    """Return what follows a request whose protected view begins.
+
+    It begins here if the request has no key, or if a decorator hides that the view is protected.
+
+    Raises:
+        ConfigurationError: the request has a key, and its context was made in a way that was not noticed.
+    """
+    exchange: Exchange | None = owning_request.environ.get(FOLLOWED)
+    if exchange is not None and exchange.request is owning_request:
+        return exchange
+    context: RequestContext = request_ctx._get_current_object()  # type: ignore[attr-defined]
+    may_claim = "HTTP_IDEMPOTENCY_KEY" in owning_request.environ and state.settings.mode != "off"
+    if may_claim and not hasattr(context, _OURS):
+        raise ConfigurationError(
+            f"{app.name!r} did not make this request's context with app.request_context, so its end cannot be seen"
+        )
+    exchange = Exchange(app, owning_request, context, may_claim)
+    exchange.follow()
+    return exchange
+
+
+def body_limit(app: Flask, request: Request) -> int | None:
+    """Return `request.max_content_length`, which Flask finds through two of its proxies where it was not set."""
+    if type(request).max_content_length is not Request.max_content_length:
+        return request.max_content_length
+    own: int | None = getattr(request, "_max_content_length", None)
+    return app.config["MAX_CONTENT_LENGTH"] if own is None else own
 
 
 def process_response(process: Callable[..., Response], *args: Any) -> Response:

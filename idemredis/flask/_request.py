@@ -13,8 +13,6 @@ from dataclasses import replace
 from typing import Any
 
 from flask import Flask, Request, Response, current_app, has_request_context, request
-from flask.ctx import RequestContext
-from flask.globals import request_ctx
 from werkzeug.datastructures import Headers
 from werkzeug.exceptions import HTTPException, RequestEntityTooLarge
 
@@ -39,7 +37,7 @@ from ..web.options import Options
 from ..web.recorder import ResponseRecorder
 from ..web.settings import Settings
 from ..web.threads import threads_of
-from ._exchange import CLAIMED, FOLLOWED, Exchange
+from ._exchange import CLAIMED, Exchange, body_limit, exchange_of
 from ._state import EXTENSION, State
 
 __all__ = ["run_protected"]
@@ -71,7 +69,7 @@ def _run_view(app: Flask, state: State, options: Options, view: Callable[[], Any
         return view()
     header: str | None = environ.get("HTTP_IDEMPOTENCY_KEY")
     required = settings.required if options.required is None else options.required
-    exchange = _exchange_of(app, state, owning_request, header)
+    exchange = exchange_of(app, state, owning_request)
     exchange.begin()
     match settings.mode:
         case "off":
@@ -96,7 +94,7 @@ def _run_unprotected(
 ) -> Any:
     """Run the view without a claim; what it does with `current_reservation` still works."""
     find = functools.partial(_identity_of, state, options, header)
-    exchange.reservation = Unprotected(find, _route(exchange.request))
+    exchange.reservation = Unprotected(find, _route(exchange.request), fingerprint=exchange.fingerprint)
     current = exchange.reservation
     try:
         with running(current):
@@ -141,27 +139,14 @@ def _observe(
 
 def _settle(app: Flask, state: State, r: Reservation, ending: Ending) -> None:
     """Settle a row; the application's contexts may have ended."""
-    application, observe = serving.set(app), observing.set(state.settings.mode == "observe")
+    application, observes = serving.set(app), state.settings.mode == "observe"
+    observe = None if observing.get() is observes else observing.set(observes)
     try:
         state.ledger.settle(r, ending)
     finally:
         serving.reset(application)
-        observing.reset(observe)
-
-
-def _exchange_of(app: Flask, state: State, owning_request: Request, header: str | None) -> Exchange:
-    """Return what follows this request."""
-    exchange: Exchange | None = owning_request.environ.get(FOLLOWED)
-    if exchange is not None and exchange.request is owning_request:
-        return exchange
-    if header is not None and state.settings.mode != "off":
-        raise ConfigurationError(
-            f"{app.name!r} did not make this request's context with app.request_context, so its end cannot be seen"
-        )
-    context: RequestContext = request_ctx._get_current_object()  # type: ignore[attr-defined]
-    exchange = Exchange(app, owning_request, context)
-    exchange.follow(context, entered=True)
-    return exchange
+        if observe is not None:
+            observing.reset(observe)
 
 
 def _run(state: State, options: Options, exchange: Exchange, claimed: Reservation, view: Callable[[], Any]) -> Any:
@@ -219,13 +204,17 @@ def _claim(state: State, options: Options, exchange: Exchange, header: str | Non
             state.ledger.report_missing_key(str(principal), options.operation, _route(request))
             return refuse(contract.key_required())
         key = parse_key(header, contract.protocol)
-        asked = (principal, key, _fingerprint(state, options, exchange), options.operation, options.lease)
+        fingerprint = _fingerprint(state, options, exchange)
+        asked = (principal, key, fingerprint, options.operation, options.lease)
         wait = settings.wait if options.wait is None else options.wait
         with bounded(functools.partial(threads_of, request.environ)) if wait else nullcontext():
             outcome = state.ledger.claim(*asked, wait, route=_route(request))
     except Exception as error:
         refusal = refusal_for(error, settings)
-        return None if refusal is None else refuse(refusal)
+        if refusal is None:
+            exchange.fingerprint = fingerprint  # with which `Effects` still makes each effect once
+            return None
+        return refuse(refusal)
     return outcome if isinstance(outcome, Reservation) else _answer(state, answer_to(outcome, contract))
 
 
@@ -249,7 +238,7 @@ def _fingerprint(state: State, options: Options, exchange: Exchange) -> str:
     if body is None:
         state.views.learn(request.endpoint)
         body = exchange.body = _unrecorded_body(request, settings)
-    limit = request.max_content_length
+    limit = body_limit(exchange.app, request)
     try:
         body.buffer(digest.update, limit)
     except BodyTooLarge:

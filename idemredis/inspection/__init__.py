@@ -4,5 +4,8 @@
 viewer.
 """
 
+PINGED = "idemredis-ping"
+"""Principal and key of the row that `ping` reads; there is none."""
+
 SAMPLE = 200
 """Rows that `check` looks at by default; enough to notice rows without a TTL, and read in a few milliseconds."""

@@ -57,7 +57,8 @@ class Finding:
         verdict: `ok`, `unknown` (the server does not report it), `warning`, or `problem` (the ledger cannot keep its
             guarantees).
         reason: what was found, and what it means.
-        fix: a command that fixes it, or what to change; "" if there is nothing to do.
+        fix: commands that fix it or show more, a line each, to be pasted into a shell; or what to change; "" if there
+            is nothing to do.
         node: host:port of the server on a cluster; else "".
     """
 
@@ -110,6 +111,7 @@ class Server:
         config: settings that CONFIG GET returned.
         refused: error message of a refused INFO.
         wait_refused: error message of a refused WAIT.
+        redis_cli: the beginning of a redis-cli command for the server.
     """
 
     address: str
@@ -118,6 +120,7 @@ class Server:
     config: Mapping[str, str] = field(default_factory=dict)
     refused: str = ""
     wait_refused: str = ""
+    redis_cli: str = "redis-cli"
 
     @property
     def of_cluster(self) -> bool:
@@ -126,8 +129,7 @@ class Server:
 
     def command(self, words: str) -> str:
         """Return a redis-cli command line for this server."""
-        host, _, port = self.address.rpartition(":")
-        return f"redis-cli -h {host} -p {port} {words}" if host else f"redis-cli -s {self.address} {words}"
+        return f"{self.redis_cli} {words}"
 
 
 def server_findings(server: Server, policy: Policy, row_bytes: float | None) -> list[Finding]:
@@ -216,32 +218,46 @@ def clock_finding(ttls: TTLs) -> Finding:
     return Finding("clock", "ok", "the TTL of a row runs in milliseconds: leases are exact")
 
 
-def row_findings(sample: Sequence[RowSummary], namespace: str, complete: bool) -> list[Finding]:
-    """Return the findings about a sample of rows; `complete` if the sample has all rows."""
-    among = f"{'all' if complete else 'the first'} {len(sample)} rows"
+def row_findings(sample: Sequence[RowSummary], scanned: int | None, command: str) -> list[Finding]:
+    """Return the findings about a sample of rows.
+
+    Args:
+        sample: the rows.
+        scanned: about how many keys were scanned for them; None if they are all rows.
+        command: the beginning of an `idemredis` command for this ledger.
+    """
+    if not sample:
+        where = "" if scanned is None else f" among the first {scanned:,} keys"
+        return [Finding(check, "ok", f"there are no rows{where}") for check in ("expiry", "rows")]
+    one = len(sample) == 1
+    rows = f"{len(sample)} row{'' if one else 's'}"
+    among = f"all {rows}" if scanned is None else f"the first {rows} (of {scanned:,} keys scanned)"
+    among = "the only row" if one and scanned is None else among
     lasting = [row for row in sample if row.ttl is None]
     corrupt = [row for row in sample if row.status == "corrupt"]
-    findings = [Finding("expiry", "ok", f"{among} have a TTL")]
+    findings = [Finding("expiry", "ok", f"{among} {'has' if one else 'have'} a TTL")]
     if lasting:
+        verb = "has" if len(lasting) == 1 else "have"
         findings = [
             Finding(
                 "expiry",
                 "problem",
-                f"{len(lasting)} of {among} have no TTL and never expire, such as {_examples(lasting)}; "
-                "somebody removed their TTL",
-                f"look at each (idemredis --namespace {namespace} show), then forget it or restore its TTL: "
-                "redis-cli PEXPIRE ROW $(redis-cli HGET ROW retention)",
+                f"{len(lasting)} of {among} {verb} no TTL and will not expire, such as {_examples(lasting)}; somebody "
+                "removed the TTL. Look at it; that also prints a command that restores the TTL:",
+                f"{command} show --digest {lasting[0].digest}",
             )
         ]
     if corrupt:
         reasons = "; ".join(sorted({row.why for row in corrupt})[:MAX_EXAMPLES])
-        reason = f"{len(corrupt)} of {among} are corrupt, such as {_examples(corrupt)} ({reasons})"
+        verb = "is" if len(corrupt) == 1 else "are"
         findings.append(
             Finding(
                 "rows",
                 "warning",
-                f"{reason}; requests with their keys get 500 and never run",
-                "find out who wrote them (another version, or another program in this namespace), then forget them",
+                f"{len(corrupt)} of {among} {verb} corrupt, such as {_examples(corrupt)} ({reasons}); requests with "
+                "their keys get 500 and never run. Find out who wrote them (another version, or another program in "
+                "this namespace), then forget them:",
+                f"{command} show --digest {corrupt[0].digest}\n{command} forget --digest {corrupt[0].digest}",
             )
         )
     else:
@@ -307,12 +323,13 @@ def _memory(server: Server, row_bytes: float | None) -> Finding:
     left = int(max(total - used, 0) / each)
     of = "maxmemory" if limit else "the host's memory (maxmemory is not set)"
     reason = f"room for about {left:,} more rows of {each:.0f} bytes within {of}"
+    fix = "use a server with more memory, or a shorter retention (IDEMREDIS_RETENTION_SECONDS)"
+    if limit and 2 * limit <= (_number(server.info, "total_system_memory") or 0) / 2:
+        fix = server.command(f"CONFIG SET maxmemory {2 * limit}")
     if not left:
-        return Finding(
-            "memory", "problem", f"{reason}: claims are refused", server.command("CONFIG SET maxmemory BYTES")
-        )
+        return Finding("memory", "problem", f"{reason}: claims are refused", fix)
     if left < FEW_ROWS:
-        return Finding("memory", "warning", reason, server.command("CONFIG SET maxmemory BYTES"))
+        return Finding("memory", "warning", reason, fix)
     return Finding("memory", "ok", reason)
 
 
@@ -361,7 +378,7 @@ def _replication(server: Server, policy: Policy) -> list[Finding]:
     replicas = [value for name, value in info.items() if name.startswith("slave") and isinstance(value, dict)]
     online = [replica for replica in replicas if replica.get("state") == "online"]
     asked = _number(server.config, "min-replicas-to-write")
-    floor = "" if asked is None else f"; min-replicas-to-write is {asked}"
+    floor = f"; min-replicas-to-write is {asked}" if asked else ""
     if len(online) < policy.min_replicas:
         return [
             Finding(
@@ -374,7 +391,11 @@ def _replication(server: Server, policy: Policy) -> list[Finding]:
         ]
     if not replicas:
         return [
-            Finding("replication", "ok", f"a primary without replicas{floor}: if it fails, the ledger is unavailable")
+            Finding(
+                "replication",
+                "ok",
+                f"a primary without replicas{floor}: while it is down, protected requests are refused (503)",
+            )
         ]
     lag = max(float(replica.get("lag", 0)) for replica in replicas)
     reason = f"{len(online)} of {len(replicas)} replicas online, at most {lag:.0f} s behind{floor}"

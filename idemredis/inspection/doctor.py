@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from ..core import operations
-from ..core.keys import identify, row_prefix
+from ..core.keys import identify, row_prefix, row_text
 from ..core.operations import Call
 from ..core.outcomes import Fenced, Replay, Row, Stale
 from ..core.reservation import Reservation
@@ -23,7 +23,7 @@ from ..errors import CorruptRow, IdempotencyError, LedgerUnavailable
 from ..policy import Policy
 from ..store import clients
 from ..store.cluster import wire
-from ..store.errors import ERRORS, is_denied, map_error, was_redirected
+from ..store.errors import ERRORS, is_denied, is_wrong_password, map_error, was_redirected
 from ..store.evaluate import evaluate, evaluate_async
 from ..store.nodes import Node, primaries, send, send_async
 from ..store.wire import Words
@@ -38,7 +38,9 @@ from .diagnosis import (
     row_findings,
     server_findings,
 )
-from .rows import RowSummary, identity_of, summarise
+from .rows import SCAN_COUNT, RowSummary, identity_of, summarise
+from .suggestions import command_line, redis_cli
+from .survey import BATCH
 
 __all__ = ["SCRATCH", "Finding", "Report", "check", "check_async", "unreachable"]
 
@@ -57,6 +59,11 @@ TRIPS = 20
 """Number of PINGs. Enough to show a bad network, and done in a few milliseconds on a good one."""
 
 _CHECK_URL = "check that the server is up and that the URL is right"
+
+_CHECK_LOGIN = "check the user and the password of the URL, redis://USER:PASSWORD@HOST:PORT/DATABASE"
+
+SCAN_ROUNDS = 20
+"""SCAN calls for the sample on each server; among many foreign keys, fewer rows are found than asked for."""
 
 _CONFIG = ("appendfsync", "min-replicas-to-write", "hash-max-listpack-value", "hash-max-ziplist-value")
 
@@ -156,8 +163,15 @@ async def check_async(
 
 def unreachable(error: IdempotencyError) -> Report:
     """Return the report for a server that cannot be reached."""
+    return Report((_unreachable(error),), reachable=False)
+
+
+def _unreachable(error: IdempotencyError, node: str = "") -> Finding:
     why = str(error.__cause__ or error)
-    return Report((Finding("reachable", "problem", why, _CHECK_URL),), reachable=False)
+    if is_wrong_password(error.__cause__):
+        reason = f"the server replied, and refuses the user or password: {why}"
+        return Finding("reachable", "problem", reason, _CHECK_LOGIN, node)
+    return Finding("reachable", "problem", why, _CHECK_URL, node)
 
 
 def _request(where: Any, *commands: Words) -> _Steps[list[Any]]:
@@ -172,14 +186,16 @@ def _examine(
     client: Any, policy: Policy, namespace: str, nodes: Sequence[Node], seconds: float, sample: int, scratch: bool
 ) -> _Steps[Report]:
     findings: list[Finding] = []
+    command = command_line(nodes[0], namespace)
     rows: list[RowSummary] = []
+    scanned = 0
     servers: list[tuple[Any, Server]] = []
     complete, sizes = True, list[int]()
     for node in (wire(node, seconds) for node in nodes):
-        server = Server(clients.address(node.client))
+        server = Server(clients.address(node.client), redis_cli=redis_cli(node.client))
         error = yield from _query(node, server, policy)
         if error is not None:
-            findings.append(Finding("reachable", "problem", str(error), _CHECK_URL, server.address))
+            findings.append(_unreachable(error, server.address))
             continue
         servers.append((node, server))
     if not servers:
@@ -187,13 +203,14 @@ def _examine(
     findings.append(Finding("reachable", "ok", f"{', '.join(server.address for _, server in servers)} replied"))
     for node, _ in servers:
         try:
-            complete = (yield from _sample(node, namespace, sample, rows, sizes)) and complete
+            keys, whole = yield from _sample(node, namespace, sample, rows, sizes)
+            scanned, complete = scanned + keys, complete and whole
         except IdempotencyError as refused:
             complete = False
             findings.append(Finding("rows", "unknown", f"rows cannot be read: {refused}"))
             break
     else:
-        findings += row_findings(rows, namespace, complete)
+        findings += row_findings(rows, None if complete else scanned, command)
     row_bytes = sum(sizes) / len(sizes) if sizes else None
     several = len(nodes) > 1
     for _, server in servers:
@@ -236,14 +253,26 @@ def _query(node: Any, server: Server, policy: Policy) -> _Steps[IdempotencyError
     return None
 
 
-def _sample(node: Any, namespace: str, limit: int, rows: list[RowSummary], sizes: list[int]) -> _Steps[bool]:
-    """Add some rows of a server and their memory to the lists; return True if those are all of its rows."""
-    cursor = 0
-    while len(rows) < limit:
-        [reply] = yield from _request(node, ("SCAN", cursor, "MATCH", f"{row_prefix(namespace)}*", "COUNT", limit))
-        if isinstance(reply, Exception):
-            raise reply
-        cursor, names = int(reply[0]), [name.decode("ascii", "replace") for name in reply[1]]
+def _sample(
+    node: Any, namespace: str, limit: int, rows: list[RowSummary], sizes: list[int]
+) -> _Steps[tuple[int, bool]]:
+    """Add some rows of a server and their memory to the lists, after few calls, however many other keys there are.
+
+    Returns:
+        About how many keys were scanned, and True if the rows are all of the server's.
+    """
+    cursor, keys = 0, 0
+    waiting: list[str] = []
+    pattern = f"{row_prefix(namespace)}*"
+    while len(rows) < limit and (waiting or keys < SCAN_ROUNDS * SCAN_COUNT):
+        if not waiting:
+            [reply] = yield from _request(node, ("SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT))
+            if isinstance(reply, Exception):
+                raise reply
+            cursor, waiting = int(reply[0]), [row_text(name) for name in reply[1]]
+            keys += SCAN_COUNT
+        at_once = min(limit - len(rows), BATCH)
+        names, waiting = waiting[:at_once], waiting[at_once:]
         identities = [identity_of(name) for name in names]
         outcomes = yield from _call_all(node, [operations.read(identity, body=False) for identity in identities])
         memory = yield from _request(node, *(("MEMORY USAGE", name) for name in names))
@@ -254,9 +283,9 @@ def _sample(node: Any, namespace: str, limit: int, rows: list[RowSummary], sizes
             if summary is not None and summary.identity.principal != SCRATCH:
                 rows.append(summary)
                 sizes += [size] if isinstance(size, int) else []
-        if not cursor:
-            return True
-    return False
+        if not cursor and not waiting:
+            return keys, True
+    return keys, False
 
 
 def _topology(client: Any, servers: Sequence[tuple[Any, Server]]) -> _Steps[list[Finding]]:
@@ -293,7 +322,8 @@ def _topology(client: Any, servers: Sequence[tuple[Any, Server]]) -> _Steps[list
     refused = [str(vote.__cause__ or vote) for vote in votes if isinstance(vote, Exception)]
     if refused:
         reason = f"{len(refused)} of {len(votes)} sentinels report no quorum for a failover: {refused[0]}"
-        return [Finding("sentinel", "warning", reason, "redis-cli -p 26379 SENTINEL SENTINELS NAME")]
+        fix = f"{redis_cli(sentinels[0])} SENTINEL SENTINELS {pool.service_name}"  # type: ignore[union-attr]
+        return [Finding("sentinel", "warning", reason, fix)]
     return [Finding("sentinel", "ok", f"{len(votes)} sentinels report a quorum for a failover")]
 
 

@@ -1,15 +1,15 @@
-"""Find rows by SCAN, summarise and count them. Read-only."""
+"""Summaries of rows, read one by one or found by their digest or key. Read-only."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 from ..core import operations
-from ..core.keys import Identity, parse_row_name, row_prefix
+from ..core.keys import Identity, identify, parse_row_name, row_prefix, row_text
 from ..core.outcomes import Row
 from ..errors import CorruptRow, IdempotencyError
 from ..events import digest
@@ -17,34 +17,40 @@ from ..store.clients import Client
 from ..store.cluster import wire
 from ..store.errors import was_redirected
 from ..store.evaluate import evaluate
-from ..store.nodes import Node, ask, ask_all, own_wire, primaries
+from ..store.nodes import Node, ask, own_wire, primaries
 
 __all__ = [
-    "BATCH",
+    "ALL_OF_DIGEST",
+    "SCAN_COUNT",
     "STATUSES",
+    "Advance",
     "RowSummary",
-    "Stats",
     "Status",
+    "find_digest",
+    "find_operations",
+    "foreign_names",
     "identity_of",
     "look",
-    "scan",
-    "stats",
+    "names",
     "summarise",
 ]
 
-Status: TypeAlias = Literal["stale", "pending", "failed", "completed", "corrupt"]
+Status: TypeAlias = Literal["corrupt", "stale", "released", "pending", "failed", "completed"]
 
-STATUSES: tuple[Status, ...] = ("stale", "pending", "failed", "completed", "corrupt")
+STATUSES: tuple[Status, ...] = ("corrupt", "stale", "released", "pending", "failed", "completed")
 """Statuses in the order of the attention that they need."""
 
-BATCH = 500
-"""Names that one SCAN call covers. It takes the server some tenths of a millisecond."""
+SCAN_COUNT = 500
+"""Keys that one SCAN call covers. With a million keys in memory it takes the server about a millisecond."""
 
-MEMORY_SAMPLE = 200
-"""Rows whose MEMORY USAGE is queried; enough for a mean."""
+ALL_OF_DIGEST = 12
+"""Hex digits of a whole digest; a scan for one ends where it is found."""
 
-RATE_PERIOD = 3600.0
-"""Seconds over which the rate of new rows is measured."""
+Advance: TypeAlias = Callable[[int], object]
+"""Called with the number of keys scanned since the last call."""
+
+_PLAIN_NAME = re.compile(rb"[\w\-.~/@+=,]+(?::[\w\-.~/@+=,]+)?:[\w\-.~/@+=,]{1,255}\Z", re.ASCII)
+"""What follows the namespace in most rows' names: parts that need no decoding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +59,8 @@ class RowSummary:
 
     Attributes:
         identity: the row's name and parts; the parts are empty if the name is not that of a ledger's row.
-        status: the stored status; `stale` if it is pending and its lease has ended; `corrupt` if it cannot be read.
+        status: the stored status, but for a pending row without a lease: `released` if its attempt gave it up, and
+            `stale` if it did not, since it died or hangs; `corrupt` if the row cannot be read.
         ttl: seconds until the row expires; None if it has no TTL.
         row: the row without its stored body; None if it is corrupt.
         why: why the row is corrupt; "" if it is not.
@@ -81,18 +88,29 @@ class RowSummary:
         return self.row.created_at if self.row else None
 
     @property
+    def overdue(self) -> bool:
+        """True if the row is pending and was claimed longer ago than its lease lasts, so it was renewed since."""
+        return self.status == "pending" and self.row is not None and self.since_claim > self.row.lease
+
+    @property
+    def since_claim(self) -> float:
+        """Seconds since the claim, by the clocks of its caller and of this host; if unknown, since the last change."""
+        return self.age if self.claimed_at is None else max(time.time() - self.claimed_at, 0.0)
+
+    @property
     def digest(self) -> str:
         """The digest that identifies the row in log lines, events and spans."""
         return digest(self.identity.row)
 
 
 def identity_of(row: str) -> Identity:
-    """Return the identity in a row's name; its parts are empty if the name is not that of a ledger's row."""
+    """Return the identity in a row's name; its parts are empty if the ledger makes no such name."""
     try:
-        _, principal, operation, key = parse_row_name(row)
-    except (ValueError, UnicodeError):
+        namespace, principal, operation, key = parse_row_name(row)
+        identity = identify(namespace, principal, key, operation)
+    except (ValueError, UnicodeError, IdempotencyError):
         return Identity("", "", "", row)
-    return Identity(principal, operation, key, row)
+    return identity if identity.row == row else Identity("", "", "", row)
 
 
 def summarise(identity: Identity, row: Row | IdempotencyError | None) -> RowSummary | None:
@@ -109,7 +127,9 @@ def summarise(identity: Identity, row: Row | IdempotencyError | None) -> RowSumm
         raise row
     if not identity.key:
         return RowSummary(identity, "corrupt", row.ttl, why="its name is not that of a ledger's row")
-    status: Any = "stale" if row.stale else row.status
+    status: Any = row.status
+    if row.stale:
+        status = "stale" if row.owner else "released"
     return RowSummary(identity, status, row.ttl, row)
 
 
@@ -130,91 +150,55 @@ def look(client: Client, node: Node, names: Sequence[str]) -> list[RowSummary | 
     return summaries
 
 
-def scan(
-    client: Client, namespace: str, principal: str = "", advance: Callable[[int], object] = lambda names: None
-) -> Iterator[RowSummary]:
-    """Yield the rows of a namespace by SCAN, on every primary of a cluster.
+def foreign_names(some: Sequence[bytes], namespace: str) -> list[bytes]:
+    """Return those of these names that the ledger does not make; all begin with the prefix of the namespace."""
+    start, is_plain = len(row_prefix(namespace)), _PLAIN_NAME.match
+    return [name for name in some if not is_plain(name, start) and not identity_of(row_text(name)).key]
 
-    A row that exists during the whole scan is found at least once, and twice if the server's hash table grows
-    meanwhile. A row that is made or deleted during the scan may be missed.
 
-    Args:
-        client: the client.
-        namespace: first part of the rows' names.
-        principal: only rows of this principal; "" for all.
-        advance: called with the number of names scanned since the last call.
+def names(client: Client, pattern: str, advance: Advance = lambda keys: None) -> Iterator[tuple[Node, list[bytes]]]:
+    """Yield the keys that match a pattern by SCAN, some at a time, with the server that has them.
+
+    A key that exists during the whole scan is found at least once, and twice if the server's hash table grows
+    meanwhile. A key that is made or deleted during the scan may be missed.
 
     Raises:
         LedgerUnavailable: a server was unreachable, refused a call, or was too slow.
     """
-    pattern = f"{row_prefix(namespace, principal)}*"
     for node in primaries(client):
         cursor = 0
         while True:
-            cursor, names = ask(node, "SCAN", cursor, "MATCH", pattern, "COUNT", BATCH)
-            summaries = look(client, node, [name.decode("ascii", "replace") for name in names])
-            yield from (row for row in summaries if row is not None)
-            advance(BATCH)
+            cursor, found = ask(node, "SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT)
+            yield node, found
+            advance(SCAN_COUNT)
             if not int(cursor):
                 break
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """Totals of a namespace.
-
-    Attributes:
-        counts: number of rows by status.
-        oldest_pending: seconds since the claim of the oldest pending or stale row, by the clocks of its caller and of
-            this host; None if there is none.
-        row_bytes: mean memory of a row in bytes, from a sample; None if the server does not report it.
-        rate: rows claimed per second, over the last hour, or since the oldest row if that is newer.
-        day_bytes: bytes that the rows of one day need at that rate; None if `row_bytes` is.
-        lasting: number of rows without a TTL.
-    """
-
-    counts: dict[Status, int]
-    oldest_pending: float | None
-    row_bytes: float | None
-    rate: float
-    day_bytes: float | None
-    lasting: int
-
-
-def stats(client: Client, namespace: str, advance: Callable[[int], object] = lambda names: None) -> Stats:
-    """Scan the namespace and return its totals; `advance` is called as in `scan`.
+def find_digest(client: Client, namespace: str, prefix: str, advance: Advance = lambda keys: None) -> list[str]:
+    """Return the names of the rows whose digest begins with `prefix`; at most one for a whole digest.
 
     Raises:
         LedgerUnavailable: a server was unreachable, refused a call, or was too slow.
     """
-    counts = dict.fromkeys(STATUSES, 0)
-    ages: list[float] = []
-    oldest_pending: float | None = None
-    lasting = 0
-    names: list[str] = []
-    for row in scan(client, namespace, advance=advance):
-        counts[row.status] += 1
-        lasting += row.ttl is None
-        if row.status == "corrupt":
-            continue
-        since_claim = row.age if row.claimed_at is None else max(time.time() - row.claimed_at, 0.0)
-        ages.append(since_claim)
-        if row.status in ("stale", "pending"):
-            oldest_pending = max(oldest_pending or 0.0, since_claim)
-        if len(names) < MEMORY_SAMPLE:
-            names.append(row.identity.row)
-    span = min(max(ages, default=0.0), RATE_PERIOD)
-    recent = sum(age <= span for age in ages)
-    rate = recent / max(span, 60.0)  # a few seconds are too short to extrapolate to a day
-    sizes = _sizes(client, names)
-    mean = sum(sizes) / len(sizes) if sizes else None
-    return Stats(counts, oldest_pending, mean, rate, None if mean is None else mean * rate * 86400, lasting)
+    found = set[str]()
+    for _, some in names(client, f"{row_prefix(namespace)}*", advance):
+        found.update(row for row in map(row_text, some) if digest(row).startswith(prefix))
+        if found and len(prefix) >= ALL_OF_DIGEST:
+            break
+    return sorted(found)
 
 
-def _sizes(client: Client, names: list[str]) -> list[int]:
-    """Return the memory of these rows; each node replies for its own rows, and with an error for the others."""
-    sizes: list[int] = []
-    for node in primaries(client):
-        replies = ask_all(node, [("MEMORY USAGE", name) for name in islice(names, MEMORY_SAMPLE)])
-        sizes += [reply for reply in replies if isinstance(reply, int)]
-    return sizes
+def find_operations(client: Client, namespace: str, principal: str, key: str) -> list[str]:
+    """Return the operations under which there is a row of this principal and key; "" stands for none.
+
+    Raises:
+        LedgerUnavailable: a server was unreachable, refused a call, or was too slow.
+    """
+    prefix, row = row_prefix(namespace, principal), identify(namespace, principal, key).row
+    found = set[str]()
+    for _, some in names(client, f"{prefix}*{row.removeprefix(prefix)}"):
+        for identity in map(identity_of, map(row_text, some)):
+            if (identity.principal, identity.key) == (principal, key):
+                found.add(identity.operation)
+    return sorted(found)

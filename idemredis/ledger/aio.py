@@ -21,11 +21,11 @@ from ..core.reservation import AsyncReservation, Reservation
 from ..core.response import StoredResponse
 from ..core.settle import Ending, OnError, of_effect, settle
 from ..errors import EffectDone, FencedOut
-from ..inspection import SAMPLE
+from ..inspection import PINGED, SAMPLE
 from ..store import clients
 from ..store.clients import AsyncClient
 from ..store.cluster import wire
-from ..store.evaluate import evaluate_async, raised
+from ..store.evaluate import evaluate_async, evaluate_call_async, raised
 from .base import BaseLedger, reserved
 from .current import running
 from .once import ClaimArguments, Once, OnceOptions, after_error, check_on_error, completed
@@ -378,8 +378,21 @@ class AsyncLedger(BaseLedger[AsyncClient]):
 
         return decorate
 
+    async def ping(self) -> float:
+        """Run one script that only reads, and return how long it took in seconds; for a health endpoint.
+
+        It needs no more rights than the application has, and is one round trip. It does not tell whether Redis accepts
+        writes, which a full server or a replica refuses, or whether the server is fit for the ledger: see `check`.
+
+        Raises:
+            LedgerUnavailable: Redis was unreachable, refused the call, or was too slow.
+        """
+        began = time.monotonic()
+        await self._drive(flows.read(identify(self.namespace, PINGED, PINGED)))
+        return time.monotonic() - began
+
     async def check(self, *, sample: int = SAMPLE, scratch: bool = True) -> Report:
-        """Check the server, the client and a sample of rows, as `idemredis doctor` does; for a health endpoint.
+        """Check the server, the client and a sample of rows, as `idemredis doctor` does.
 
         An unreachable server is a finding of the report, not an exception.
 
@@ -453,7 +466,9 @@ class AsyncLedger(BaseLedger[AsyncClient]):
                 try:
                     match step:
                         case Call():
-                            outcome = (await self._evaluate([step]))[0]
+                            sent = time.monotonic()
+                            outcome = await evaluate_call_async(self._wire_here(), step, self._scripts, self.policy)
+                            self._emit.timed(step.script, sent, outcome)
                             if task is not None and task.cancelling() > cancellations:
                                 raise asyncio.CancelledError  # the client swallowed it, as redis-py does on Python 3.11
                             result = raised(outcome)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -17,14 +16,19 @@ _current: ContextVar[Reservation | None] = ContextVar("idemredis_reservation", d
 _elsewhere: list[Callable[[], Reservation | None]] = []
 
 
-@contextmanager
-def running(r: Reservation | None) -> Iterator[None]:
+class running:  # used like a function; a generator as a context manager costs three times as much
     """Make `r` the current reservation for the block; None hides one that is around the block."""
-    token = _current.set(r)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+
+    __slots__ = ("_reservation", "_token")
+
+    def __init__(self, r: Reservation | None) -> None:
+        self._reservation = r
+
+    def __enter__(self) -> None:
+        self._token = _current.set(self._reservation)
+
+    def __exit__(self, *error: object) -> None:
+        _current.reset(self._token)
 
 
 def look_also_in(find: Callable[[], Reservation | None]) -> None:

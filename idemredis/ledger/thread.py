@@ -124,6 +124,8 @@ class _Runner:
         self._run = crew.run
         self._emit = crew.emit
         self._name = crew.name if lane == "heartbeats" else f"{crew.name} {lane}"
+        # Entered by itself: entering a Condition runs Python code, where a signal's exception would leave it locked.
+        self._lock = crew.lock
         self._changed = threading.Condition(crew.lock)
         self._agenda = Agenda()
         self._batch: Batch | None = None
@@ -138,32 +140,32 @@ class _Runner:
         return self._batch is not None
 
     def add(self, job: Job, due: float) -> bool:
-        with self._changed:
+        with self._lock:
             if room := self._crew.room.enter(job):
                 self._agenda.put(job, due)
                 self._wake_by(due)
         return room
 
     def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat, row: str) -> None:
-        with self._changed:
+        with self._lock:
             self._agenda.add_heartbeat(lease, heartbeat, row)
             self._wake_by(lease.first_heartbeat_at)
 
     def go_on(self) -> None:
         """Start a thread if there is work without one: it died, or could not be started."""
-        with self._changed:
+        with self._lock:
             if self._batch is not None or self._agenda.due_at() is not None:
                 self._wake_by(math.inf)
 
     def stop(self) -> None:
         """Ask the thread to end after its current calls."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._changed.notify_all()
 
     def finish(self, until: float) -> None:
         """Wait for the thread, retry what is pending once until then, and emit what is lost."""
-        with self._changed:
+        with self._lock:
             while self._works_elsewhere() and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
             while self._advancing and self._changed.wait(1.0):  # it is not in a call, so this is soon
@@ -179,7 +181,7 @@ class _Runner:
             if time.monotonic() < until and isinstance(call := job.advance(time.monotonic(), self._emit), Call):
                 job.advance(self._results([call])[0], self._emit)
             job.advance(GivenUp(), self._emit)
-            with self._changed:
+            with self._lock:
                 self._crew.room.leave(job)
 
     def _works_elsewhere(self) -> bool:
@@ -231,13 +233,13 @@ class _Runner:
                         pass
         except BaseException:  # whatever ends a thread or greenlet from outside
             logger.exception("the background thread died; a new one continues")
-            with self._changed:
+            with self._lock:
                 if self._thread is threading.current_thread():
                     self._start()
 
     def _next(self) -> Batch | None:
         """Wait until flows are due and return them; return None when the thread is to end."""
-        with self._changed:
+        with self._lock:
             while self._thread is threading.current_thread():
                 batch = None if self._closing else self._agenda.take(time.monotonic())
                 if batch is not None:
@@ -256,7 +258,7 @@ class _Runner:
 
     def _advance(self, batch: Batch, results: list[Result] | None) -> bool:
         """Run the flows of a batch up to their next calls, and return whether there are any."""
-        with self._changed:
+        with self._lock:
             if self._batch is not batch:  # `finish` has taken the flows over
                 return False
             self._advancing = True
@@ -264,7 +266,7 @@ class _Runner:
             batch.wake(self._emit)
         else:
             batch.advance(results, self._emit)
-        with self._changed:
+        with self._lock:
             self._advancing = False
             if not batch.calls:
                 self._batch = None

@@ -2,47 +2,57 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import os
+import re
+import shlex
 import time
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
 import click
 
 from ..core import scripts as lua
-from ..core.keys import Identity, identify
+from ..core.keys import Identity, identify, row_prefix
 from ..core.response import StoredResponse, storable_names
 from ..core.text import escaped
 from ..core.tracebacks import Hidden
 from ..errors import IdempotencyError, LedgerUnavailable
-from ..inspection import doctor, rows
-from ..inspection.rows import STATUSES, RowSummary
+from ..inspection import doctor, rows, survey
+from ..inspection.rows import ALL_OF_DIGEST, STATUSES, RowSummary, Status
+from ..inspection.suggestions import URL_VARIABLE, command_line, redis_cli, where
 from ..ledger import Ledger
 from ..store.clients import client, is_cluster, options
 from ..store.errors import is_refusal
-from ..store.nodes import ask, connect, primaries
+from ..store.nodes import ask, connect, holder, primaries
 from . import acl as acl_lines
 from . import interventions
 from . import tail as tailing
+from .interventions import FINAL_STATUSES
 from .tables import (
     COLUMNS,
+    Column,
     as_dict,
     as_line,
     duration,
     in_words,
+    paragraph,
+    print_coloured,
     print_event,
+    print_fact,
     print_json,
     printable,
     scanning,
+    several,
     show_table,
     size,
 )
 
-__all__ = ["COMMANDS", "EXIT_CODES", "Aborted", "Session"]
+__all__ = ["COMMANDS", "EXIT_CODES", "Aborted", "Session", "note_password"]
 
 COMMANDS: list[click.Command] = []
 
@@ -56,6 +66,12 @@ DEFAULT_LIMIT = 100
 DEFAULT_SAMPLE = 1000
 """Rows that `doctor` checks by default, in a fraction of a second."""
 
+RECONNECT_GAP = 0.5
+"""Seconds between two tries of `tail` to connect again."""
+
+NAMES = 16
+"""Width of the names of facts."""
+
 
 class Aborted(IdempotencyError):
     """The person did not confirm the action."""
@@ -65,10 +81,16 @@ class Aborted(IdempotencyError):
 
 
 class Session:
-    """The ledger that the commands use; it connects when a command first needs it."""
+    """The ledger that the commands use; it connects when a command first needs it.
+
+    Attributes:
+        namespace: first part of the rows' names.
+        chosen: the row that a command is about, as its arguments in a shell; "" if there is none.
+    """
 
     def __init__(self, url: str, namespace: str, timeout: float) -> None:
         self.namespace = namespace
+        self.chosen = ""
         self._url = Hidden(url)
         self._timeout = timeout
 
@@ -76,6 +98,17 @@ class Session:
     def ledger(self) -> Ledger:
         """The ledger."""
         return Ledger(connect(self._url.value, self._timeout), namespace=self.namespace)
+
+    def change(self, *, url: str | None = None, namespace: str | None = None, timeout: float | None = None) -> None:
+        """Use another server, namespace or timeout; before the first use of the ledger."""
+        self._url = self._url if url is None else Hidden(url)
+        self._timeout = self._timeout if timeout is None else timeout
+        self.namespace = self.namespace if namespace is None else namespace
+
+    @property
+    def command(self) -> str:
+        """The beginning of a command for this ledger that can be pasted into a shell."""
+        return command_line(self.ledger.client, self.namespace)
 
     @property
     def client_options(self) -> dict[str, Any]:
@@ -107,58 +140,158 @@ def _command(*options: Callable[[Any], Any]) -> Callable[[Callable[..., None]], 
     return decorate
 
 
-_PRINCIPAL = click.argument("principal")
-_KEY = click.argument("key")
-_OPERATION = click.option("--operation", default="", help="Operation of the row, if it has one.")
 _YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
+
+_WHICH = (
+    click.argument("principal", default=""),
+    click.argument("key", default=""),
+    click.option("--operation", default="", help="Operation of the row, if it has one."),
+    click.option("--digest", default="", help="The row with this digest, as in logs and events, in place of its key."),
+    click.option(
+        "--row", "name", default="", metavar="NAME", help="The row with this name in Redis, in place of its key."
+    ),
+)
+
+
+def _row_command(*options: Callable[[Any], Any]) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a command about one row: by principal and key, by digest, or by its name in Redis."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        @functools.wraps(function)
+        def run(
+            session: Session, principal: str, key: str, operation: str, digest: str, name: str, **given: Any
+        ) -> None:
+            identity = _chosen(session, principal, key, operation, digest, name)
+            try:
+                function(session, identity=identity, **given)
+            except interventions.NoSuchRow as error:
+                if identity.key and not digest and not name:
+                    raise interventions.NoSuchRow(_elsewhere(session, identity, str(error))) from None
+                raise
+
+        return _command(*_WHICH, *options)(run)
+
+    return decorate
+
+
+def _chosen(session: Session, principal: str, key: str, operation: str, digest: str, name: str) -> Identity:
+    """Return the identity of the row that the arguments name."""
+    ways = [bool(principal or key), bool(digest), bool(name)]
+    if sum(ways) != 1 or (ways[0] and not key) or (operation and not ways[0]):
+        raise click.UsageError("name one row: PRINCIPAL KEY [--operation NAME], or --digest DIGEST, or --row NAME")
+    if digest:
+        session.chosen = f"--digest {shlex.quote(digest)}"
+        return _by_digest(session, digest)
+    if name:
+        session.chosen = f"--row {shlex.quote(name)}"
+        if not name.startswith(row_prefix(session.namespace)):
+            raise click.BadParameter(f"it is not in the namespace {session.namespace!r}", param_hint="--row")
+        return rows.identity_of(name)
+    words = ["--operation", operation] if operation else []
+    words += ["--"] if principal.startswith("-") or key.startswith("-") else []
+    session.chosen = shlex.join([*words, principal, key])
+    return session.identity(principal, operation, key)
+
+
+def _by_digest(session: Session, digest: str) -> Identity:
+    if not re.fullmatch(f"[0-9a-f]{{4,{ALL_OF_DIGEST}}}", digest):
+        raise click.BadParameter(f"a digest has {ALL_OF_DIGEST} hex digits; 4 or more will do", param_hint="--digest")
+    with scanning(_count_keys(session)) as advance:
+        found = rows.find_digest(session.ledger.client, session.namespace, digest, advance)
+    if not found:
+        raise interventions.NoSuchRow(
+            f"no row has the digest {digest}: it has expired, or is not in namespace {session.namespace!r} in "
+            f"{where(session.ledger.client)}"
+        )
+    if len(found) > 1:
+        raise interventions.Refused(f"{len(found)} rows have a digest that begins with {digest}; give more digits")
+    return rows.identity_of(found[0])
+
+
+def _elsewhere(session: Session, identity: Identity, message: str) -> str:
+    """Return the message that there is no such row, with the operations under which its key exists."""
+    operations = rows.find_operations(session.ledger.client, session.namespace, identity.principal, identity.key)
+    if not operations:
+        return message
+    names = [f"with --operation {shlex.quote(name)}" if name else "without --operation" for name in operations]
+    asked = f"with operation {identity.operation!r}" if identity.operation else "without an operation"
+    return f"there is no such row {asked}; this key exists {' and '.join(names)}"
 
 
 @_command(
     click.option("--principal", default="", help="Only rows of this principal."),
     click.option("--status", type=click.Choice(STATUSES), help="Only rows with this status."),
-    click.option(
-        "--digest", default="", help="Only the row with this digest, as in logs and events; a prefix will do."
-    ),
+    click.option("--all", "everything", is_flag=True, help="Finished rows too, after all others."),
+    click.option("--digest", default="", help="Only the row with this digest, as in logs and events."),
     click.option(
         "--limit", type=click.IntRange(1), default=DEFAULT_LIMIT, show_default=True, help="List at most so many rows."
     ),
 )
-def ls(session: Session, as_json: bool, principal: str, status: str | None, digest: str, limit: int) -> None:
-    """List rows, those that need attention first."""
-    with scanning(_count_names(session)) as advance:
-        wanted = (
-            row
-            for row in rows.scan(session.ledger.client, session.namespace, principal, advance)
-            if status in (None, row.status) and row.digest.startswith(digest)
-        )
-        scanned = {row.identity.row: row for row in islice(wanted, limit + 1)}
-    listed = sorted(scanned.values(), key=lambda row: (STATUSES.index(row.status), row.claimed_at or 0.0))[:limit]
-    if as_json:
-        print_json([as_dict(row) for row in listed])
+def ls(
+    session: Session, as_json: bool, principal: str, status: Status | None, everything: bool, digest: str, limit: int
+) -> None:
+    """List the rows that need attention, those that need it most first.
+
+    All rows are scanned. First come corrupt rows, then stale ones, whose attempt died, then those that have been
+    running for longer than their lease lasts, then released ones, and all others that are running. Finished rows are
+    listed with --all or --status.
+    """
+    if digest:
+        found = interventions.find(session.ledger, _by_digest(session, digest).row)
+        _list([found] if found else [], as_json)
         return
-    show_table(COLUMNS, [as_line(row) for row in listed])
-    if len(scanned) > limit:
-        click.echo(f"more than {limit} rows; use --principal or --status, or raise --limit", err=True)
+    wanted = frozenset([status] if status else STATUSES) - (frozenset() if status or everything else survey.FINISHED)
+    keys = _count_keys(session)
+    began = time.monotonic()
+    with scanning(keys) as advance:
+        listing = survey.worst(
+            session.ledger.client, session.namespace, principal, limit=limit, statuses=wanted, advance=advance
+        )
+    _list(listing.rows, as_json)
+    _note(session, listing, wanted, principal, keys, time.monotonic() - began)
 
 
-@_command(
-    _PRINCIPAL,
-    _KEY,
-    _OPERATION,
+def _list(found: list[RowSummary], as_json: bool) -> None:
+    if as_json:
+        print_json([as_dict(row) for row in found])
+    else:
+        show_table(COLUMNS, [as_line(row) for row in found])
+
+
+def _note(
+    session: Session, listing: survey.Listing, wanted: frozenset[Status], principal: str, keys: int, seconds: float
+) -> None:
+    """Print what was scanned, and why rows are missing from the list, to stderr."""
+    total = sum(listing.counts.values())
+    if not total:
+        of = f" of principal {principal!r}" if principal else ""
+        place = f"namespace {session.namespace!r} in {where(session.ledger.client)}, which has {several(keys, 'key')}"
+        cause = "if there should be some, the application uses another namespace, database, or server"
+        click.echo(paragraph(f"there are no rows{of} in {place}; {cause}", err=True), err=True)
+        return
+    counted = ", ".join(f"{listing.counts[status]:,} {status}" for status in STATUSES if listing.counts[status])
+    rate = f", {keys / seconds:,.0f} keys/s" if seconds > 1 else ""
+    click.echo(paragraph(f"{several(total, 'row')} scanned in {seconds:.1f} s{rate}: {counted}", err=True), err=True)
+    matching = sum(listing.counts[status] for status in wanted)
+    if matching > len(listing.rows) >= 1:
+        more = f"more than {len(listing.rows)} rows; use --principal or --status, or raise --limit"
+        click.echo(paragraph(more, err=True), err=True)
+    elif not matching:
+        click.echo("none of them is to be listed; use --all for finished rows", err=True)
+
+
+@_row_command(
     click.option("--body", is_flag=True, help="Print the stored body too; it may have the client's private data."),
     click.option("--downstream", metavar="NAME", help="Print the row's downstream key for the service NAME."),
 )
-def show(
-    session: Session, as_json: bool, principal: str, key: str, operation: str, body: bool, downstream: str | None
-) -> None:
+def show(session: Session, as_json: bool, identity: Identity, body: bool, downstream: str | None) -> None:
     """Show one row, decoded."""
-    identity = session.identity(principal, operation, key)
     summary = interventions.find(session.ledger, identity.row)
     if summary is None:
-        raise interventions.Refused("there is no such row: it was never claimed, or it has expired")
+        raise interventions.NoSuchRow
     facts = as_dict(summary)
     if summary.status != "corrupt":
-        row = session.ledger.read(principal, key, operation)
+        row = interventions.read(session.ledger, identity)
         if row is not None:
             facts |= {"fingerprint": row.fingerprint, "owner": row.owner, "retention": row.retention}
             facts["checkpoint_data"] = row.last_checkpoint[1] if row.last_checkpoint else None
@@ -171,47 +304,78 @@ def show(
     if as_json:
         print_json(facts)
         return
+    unknown = {"since_claim"} | ({"body_bytes"} if facts["response_status"] is None else set())
+    unknown |= {"generation", "age"} if summary.status == "corrupt" or summary.ttl is None else set()
     for name, value in facts.items():
-        if value not in ("", None):
-            click.echo(f"{name:<16} {in_words(name, value)}")
+        if name == "ttl" and value is None:
+            print_fact(name, "never expires, since somebody removed the TTL", NAMES)
+        elif value not in ("", None) and name not in unknown:
+            print_fact(name, in_words(name, value, summary.status), NAMES)
+    if summary.status == "corrupt" or summary.ttl is None:
+        _suggest_for_strange(session, summary)
+
+
+def _suggest_for_strange(session: Session, summary: RowSummary) -> None:
+    """Print commands for a row that the ledger does not use, or that never expires, to stderr."""
+    cli = redis_cli(holder(session.ledger.client, summary.identity.row))
+    name = shlex.quote(summary.identity.row)
+    click.echo("\nto look at it, and to delete it once you know who wrote it:", err=True)
+    reading = "TYPE" if summary.why == "it is not a hash" else "HGETALL"
+    forgetting = f"{session.command} forget --digest {summary.digest}"
+    click.echo(f"  {cli} {reading} {name}\n  {forgetting}", err=True)
+    note_password(forgetting)
+    if summary.row is not None:
+        milliseconds = round(summary.row.retention * 1000)
+        click.echo(f"to let it expire:\n  {cli} PEXPIRE {name} {milliseconds}", err=True)
 
 
 @_command()
 def stats(session: Session, as_json: bool) -> None:
     """Count rows by status, and estimate the memory they need."""
-    with scanning(_count_names(session)) as advance:
-        totals = rows.stats(session.ledger.client, session.namespace, advance)
+    keys = _count_keys(session)
+    with scanning(keys) as advance:
+        totals = survey.stats(session.ledger.client, session.namespace, advance)
     if as_json:
         print_json(asdict(totals))
         return
-    show_table(("STATUS", "ROWS"), [(status, str(totals.counts[status])) for status in STATUSES])
+    if not any(totals.counts.values()):
+        _note(session, survey.Listing([], totals.counts), frozenset(), "", keys, 0.0)
+    show_table((Column("STATUS"), Column("ROWS")), [(status, str(totals.counts[status])) for status in STATUSES])
     click.echo()
-    oldest = "none" if totals.oldest_pending is None else f"claimed {duration(totals.oldest_pending)} ago"
-    click.echo(f"oldest pending   {oldest}")
-    click.echo(f"bytes per row    {'unknown' if totals.row_bytes is None else f'{totals.row_bytes:.0f} (sampled)'}")
-    click.echo(f"rate             {totals.rate * 60:.1f} new rows a minute")
-    click.echo(f"memory per day   {'unknown' if totals.day_bytes is None else size(totals.day_bytes)} at that rate")
+    running, dead = totals.oldest_pending, totals.oldest_stale
+    lines = {
+        "longest running": "none" if running is None else f"claimed {duration(running)} ago",
+        "longest stale": "none" if dead is None else f"last change {duration(dead)} ago",
+        "bytes per row": "unknown" if totals.row_bytes is None else f"{totals.row_bytes:.0f} (sampled)",
+        "rate": f"{totals.rate * 60:.1f} new rows a minute",
+        "memory per day": f"{'unknown' if totals.day_bytes is None else size(totals.day_bytes)} at that rate",
+    }
+    for name, value in lines.items():
+        click.echo(f"{name:<16} {value}")
     if totals.lasting:
-        click.echo(f"without a TTL    {totals.lasting}; run `idemredis doctor`")
+        click.echo(f"{'without a TTL':<16} {totals.lasting}; find them with\n  {session.command} doctor")
+        note_password(session.command)
 
 
-@_command(_PRINCIPAL, _KEY, _OPERATION, _YES)
-def release(session: Session, as_json: bool, principal: str, key: str, operation: str, yes: bool) -> None:
+@_row_command(_YES)
+def release(session: Session, as_json: bool, identity: Identity, yes: bool) -> None:
     """End the lease of the attempt that holds a row.
 
     The attempt's writes are refused from now on, and the client's next retry runs at once.
     """
-    identity = session.identity(principal, operation, key)
     prompt = "Release this row? If its attempt is still alive, the work may be done twice."
     done = interventions.release(session.ledger, identity, _confirm(prompt, yes))
     _print_result(done, as_json, "released", "the client's next retry takes the row over at the next generation")
 
 
-@_command(
-    _PRINCIPAL,
-    _KEY,
-    _OPERATION,
-    click.option("--status", type=click.IntRange(100, 999), required=True, help="Status of the response."),
+def _final(context: click.Context, parameter: click.Parameter, status: int) -> int:
+    if status not in FINAL_STATUSES:
+        raise click.BadParameter(f"{status} is not the status of a final response; give one from 200 to 599")
+    return status
+
+
+@_row_command(
+    click.option("--status", type=int, callback=_final, required=True, help="Status of the response, from 200 to 599."),
     click.option("--body-file", type=click.File("rb"), help="File with the body; - for stdin."),
     click.option("--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="A header; may be repeated."),
     _YES,
@@ -219,33 +383,29 @@ def release(session: Session, as_json: bool, principal: str, key: str, operation
 def resolve(
     session: Session,
     as_json: bool,
-    principal: str,
-    key: str,
-    operation: str,
+    identity: Identity,
     status: int,
     body_file: Any,
     headers: tuple[str, ...],
     yes: bool,
 ) -> None:
-    """Store the response of a stale row by hand.
+    """Store the response of a stale or released row by hand.
 
     Every retry gets this response, and nothing runs. Use it for a row that is held for review, or whose work is known
     to be done. Check with the downstream service first; `show --downstream` prints the key that it received.
     """
-    identity = session.identity(principal, operation, key)
     response = _response(status, body_file.read() if body_file else b"", headers)
     prompt = f"Store status {status} and a body of {len(response.body)} bytes as the final response of this row?"
     done = interventions.resolve(session.ledger, identity, response, _confirm(prompt, yes))
     _print_result(done, as_json, "completed", f"every retry gets status {status} from now on, and nothing runs")
 
 
-@_command(_PRINCIPAL, _KEY, _OPERATION, _YES)
-def forget(session: Session, as_json: bool, principal: str, key: str, operation: str, yes: bool) -> None:
+@_row_command(_YES)
+def forget(session: Session, as_json: bool, identity: Identity, yes: bool) -> None:
     """Delete a row that no attempt holds.
 
     A retry then runs the operation as a new claim, even if it was done before.
     """
-    identity = session.identity(principal, operation, key)
     prompt = "Delete this row? A retry will run the operation again, even if it was done before."
     done = interventions.forget(session.ledger, identity, _confirm(prompt, yes))
     _print_result(done, as_json, "forgotten", "a retry runs the operation again, at generation 1")
@@ -261,15 +421,35 @@ def tail(session: Session, as_json: bool, verbose: bool, seconds: float | None) 
     Events that write nothing, such as replays and fenced attempts, are shown if the application has a Publisher.
     """
     until = None if seconds is None else time.monotonic() + seconds
-    with closing(tailing.Tail(session.ledger.client, session.namespace)) as listening:
-        click.echo(f"idemredis: {_listening_to(listening)}; Ctrl-C to stop", err=True)
-        try:
-            while until is None or time.monotonic() < until:
+    listening = tailing.Tail(session.ledger.client, session.namespace)
+    try:
+        click.echo(paragraph(f"idemredis: {_listening_to(listening)}; Ctrl-C to stop", err=True), err=True)
+        while until is None or time.monotonic() < until:
+            try:
                 for event in listening.look():
                     if event.what != "renewed" or verbose:
                         print_event(event, as_json)
-        except KeyboardInterrupt:
-            pass
+            except LedgerUnavailable as error:
+                click.echo(f"idemredis: connection lost ({error.__cause__ or error}); trying again", err=True)
+                listening.close()
+                again = _listen_again(session, until)
+                if again is None:
+                    return
+                listening = again
+                click.echo("idemredis: connected again; what happened meanwhile is not shown", err=True)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        listening.close()
+
+
+def _listen_again(session: Session, until: float | None) -> tailing.Tail | None:
+    """Return a new tail once the servers reply again; None if the time is over before."""
+    while until is None or time.monotonic() < until:
+        with suppress(LedgerUnavailable):
+            return tailing.Tail(session.ledger.client, session.namespace)
+        time.sleep(RECONNECT_GAP)
+    return None
 
 
 @_command(click.argument("name", default=""))
@@ -283,7 +463,7 @@ def scripts(session: Session, as_json: bool, name: str) -> None:
         if as_json:
             print_json({script.name: script.sha for script in loaded.values()})
         else:
-            show_table(("NAME", "SHA1"), [(script.name, script.sha) for script in loaded.values()])
+            show_table((Column("NAME"), Column("SHA1")), [(script.name, script.sha) for script in loaded.values()])
         return
     for script in loaded.values():
         if name == script.name or (len(name) >= 4 and script.sha.startswith(name.lower())):
@@ -341,11 +521,29 @@ def doctor_(session: Session, as_json: bool, read_only: bool, sample: int) -> No
         print_json(report.as_dict())
     else:
         for finding in report.findings:
-            where = f" ({finding.node})" if finding.node else ""
-            click.echo(f"{finding.verdict:<8} {finding.check:<12} {escaped(finding.reason)}{where}")
-            if finding.fix:
-                click.echo(f"{'':21} -> {escaped(finding.fix)}")
+            _print_finding(session, finding)
     raise SystemExit(0 if report.healthy else 1 if report.reachable else 2)
+
+
+def _print_finding(session: Session, finding: doctor.Finding) -> None:
+    where_ = f" ({finding.node})" if finding.node else ""
+    text = paragraph(f"{escaped(finding.reason)}{where_}", 22, f"{finding.verdict:<8} {finding.check:<12} ")
+    print_coloured(text, finding.verdict)
+    for line in map(escaped, finding.fix.split("\n") if finding.fix else ()):
+        if line.startswith("idemredis "):
+            ours = command_line(session.ledger.client, session.namespace)
+            click.echo(f"{'':21} -> {line.replace(ours, session.command)}")
+            note_password(line)
+        elif line.startswith("redis-cli "):  # to be pasted too, so it is not broken into lines
+            click.echo(f"{'':21} -> {line}")
+        else:
+            click.echo(paragraph(line, 25, f"{'':21} -> "))
+
+
+def note_password(command: str) -> None:
+    """Say on stderr that a suggested command needs the URL in the environment, if it does and there is none."""
+    if f"${URL_VARIABLE}" in command and not os.environ.get(URL_VARIABLE):
+        click.echo(f"(the URL has a password: put it into {URL_VARIABLE} before you run this)", err=True)
 
 
 def _confirm(prompt: str, yes: bool) -> interventions.Confirm:
@@ -395,7 +593,7 @@ def _response(status: int, body: bytes, headers: tuple[str, ...]) -> StoredRespo
     return StoredResponse(status, tuple(pairs), body)
 
 
-def _count_names(session: Session) -> int:
+def _count_keys(session: Session) -> int:
     """Return the number of keys on all servers; servers that refuse DBSIZE are not counted."""
     total = 0
     for node in primaries(session.ledger.client):

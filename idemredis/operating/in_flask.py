@@ -10,15 +10,28 @@ from ..ledger import Ledger
 from ..store.clients import SOCKET_TIMEOUT
 from .cli import Commands, audit_log_option, log_audit
 from .commands import COMMANDS, EXIT_CODES, Session
-from .tables import print_json
+from .tables import Column, print_json, show_table
 
 __all__ = ["commands"]
+
+
+_COLUMNS = (
+    Column("METHOD"),
+    Column("RULE", elastic=True),
+    Column("ENDPOINT", elastic=True, dispensable=1),
+    Column("PROTECTION", elastic=True),
+)
 
 
 class _AppSession(Session):
     def __init__(self, ledger: Ledger) -> None:
         super().__init__("", ledger.namespace, SOCKET_TIMEOUT)
         self.ledger = ledger
+
+    @property
+    def command(self) -> str:
+        """The beginning of a command for this ledger."""
+        return "flask idempotency"
 
     def close(self) -> None:
         """Do nothing: the client belongs to the application."""
@@ -53,6 +66,4 @@ def routes(as_json: bool) -> None:
         return
     if settings.mode != "enforce":
         click.echo(f"IDEMREDIS_MODE is {settings.mode!r}: no request is refused or replayed")
-    widths = [max((len(row[n]) for row in found), default=0) for n in range(3)]
-    for *cells, protection in found:
-        click.echo("  ".join([cell.ljust(width) for cell, width in zip(cells, widths, strict=True)] + [protection]))
+    show_table(_COLUMNS, found, heading=False)

@@ -20,17 +20,28 @@ from ..core.outcomes import Lost, Row
 from ..core.reservation import Lease, Reservation
 from ..core.response import StoredResponse
 from ..core.text import escaped
-from ..errors import FencedOut, IdempotencyError, LedgerUnavailable
+from ..errors import CorruptRow, FencedOut, IdempotencyError, LedgerUnavailable
 from ..events import digest
 from ..inspection.rows import RowSummary, look
 from ..ledger import Ledger
 from ..policy import LONGEST_RETENTION, Policy
 from ..store.cluster import wire
-from ..store.errors import ERRORS, WatchError, map_error
+from ..store.errors import ERRORS, WatchError, map_error, note_unsent
 from ..store.evaluate import evaluate, raised
-from ..store.nodes import holder
+from ..store.nodes import holder, watching
 
-__all__ = ["Confirm", "Refused", "find", "forget", "release", "reservation_of", "resolve"]
+__all__ = [
+    "FINAL_STATUSES",
+    "Confirm",
+    "NoSuchRow",
+    "Refused",
+    "find",
+    "forget",
+    "read",
+    "release",
+    "reservation_of",
+    "resolve",
+]
 
 audit = logging.getLogger("idemredis.audit")
 
@@ -46,8 +57,30 @@ LEASE = 30.0
 """Seconds between taking a row over and storing its response; both follow at once."""
 
 
+FINAL_STATUSES = range(200, 600)
+"""Statuses of a final response (RFC 9110 §15.2: a 1xx is not one). Every retry gets the one that a person supplies."""
+
+
 class Refused(IdempotencyError):
-    """The row's state does not allow the action; the message has the alternative. Nothing was changed."""
+    """The row's state does not allow the action. Nothing was changed.
+
+    Attributes:
+        instead: the action that the message names as the alternative; "" if there is none.
+    """
+
+    def __init__(self, message: str, instead: Literal["release", "forget", ""] = "") -> None:
+        super().__init__(message, instead)
+        self.instead = instead
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class NoSuchRow(Refused):
+    """There is no such row."""
+
+    def __init__(self, message: str = "there is no such row: it was never claimed, or it has expired") -> None:
+        super().__init__(message)
 
 
 def find(ledger: Ledger, row: str) -> RowSummary | None:
@@ -57,6 +90,17 @@ def find(ledger: Ledger, row: str) -> RowSummary | None:
         LedgerUnavailable: Redis was unreachable, refused the call, or was too slow.
     """
     return look(ledger.client, holder(ledger.client, row), [row])[0]
+
+
+def read(ledger: Ledger, identity: Identity) -> Row | None:
+    """Return one row with its body, or None if there is none.
+
+    Raises:
+        LedgerUnavailable: Redis was unreachable, refused the call, or was too slow.
+        CorruptRow: the row was not written by this ledger, or was edited.
+    """
+    row: Row | None = raised(evaluate(wire(ledger.client), [operations.read(identity)])[0])
+    return row
 
 
 def reservation_of(row: Row) -> Reservation:
@@ -80,7 +124,9 @@ def release(ledger: Ledger, identity: Identity, confirm: Confirm) -> bool:
     """
     found, row = _shown(ledger, identity)
     if row.status != "pending":
-        raise Refused(f"the row is {row.status}, so no attempt holds it; use `forget` to let a retry run it again")
+        raise Refused(
+            f"the row is {row.status}, so no attempt holds it; forget it to let a retry run it again", "forget"
+        )
     if not confirm(found):
         return False
     with _Audit("release", identity, row.generation), closing(_with_retention_of(row, ledger)) as own:
@@ -100,12 +146,15 @@ def resolve(ledger: Ledger, identity: Identity, response: StoredResponse, confir
         LedgerUnavailable: the response may or may not have been stored; look at the row again.
         CorruptRow: the row was not written by this ledger, or was edited.
     """
+    if response.status not in FINAL_STATUSES:
+        raise Refused(f"{response.status} is not the status of a final response; give one from 200 to 599")
     found, row = _shown(ledger, identity)
     if found.status == "pending":
         raise Refused(
-            f"an attempt holds the row for {row.lease_left:.1f} s more; `release` the row first if it is dead or hung"
+            f"an attempt holds the row for {row.lease_left:.1f} s more; release the row first if it is dead or hung",
+            "release",
         )
-    if found.status != "stale":
+    if found.status not in ("stale", "released"):
         raise Refused(f"the row is {row.status} already; its response is never replaced")
     if not confirm(found):
         return False
@@ -137,23 +186,20 @@ def forget(ledger: Ledger, identity: Identity, confirm: Confirm) -> bool:
         FencedOut: the row changed after it was shown; nothing was changed.
         LedgerUnavailable: Redis was unreachable, refused the call, or was too slow.
     """
-    node = holder(ledger.client, identity.row)
     try:
-        with node.pipeline() as transaction:
-            transaction.watch(identity.row)
+        with watching(ledger.client, identity.row) as watched:
             found = find(ledger, identity.row)
             if found is None:
-                raise Refused("there is no such row")
+                raise NoSuchRow
             if found.row is not None and found.status == "pending":
                 left = found.row.lease_left
-                raise Refused(f"an attempt holds the row for {left:.1f} s more; `release` the row first, or wait")
+                message = f"an attempt holds the row for {left:.1f} s more; release the row first, or wait"
+                raise Refused(message, "release")
             if not confirm(found):
                 return False
             with _Audit("forget", identity, found.generation):
-                transaction.multi()
-                transaction.delete(identity.row)
                 try:
-                    transaction.execute()
+                    watched.delete()
                 except WatchError:
                     raise FencedOut(
                         "the row changed after it was shown; nothing was deleted: look at the row again"
@@ -161,15 +207,18 @@ def forget(ledger: Ledger, identity: Identity, confirm: Confirm) -> bool:
                 except ERRORS as error:
                     raise map_error(error, 0.0) from error
     except ERRORS as error:
+        note_unsent(error)  # it was only to be watched
         raise map_error(error, 0.0) from error
     return True
 
 
 def _shown(ledger: Ledger, identity: Identity) -> tuple[RowSummary, Row]:
-    row = ledger.read(identity.principal, identity.key, identity.operation)
+    row = read(ledger, identity)
     found = find(ledger, identity.row)
     if row is None or found is None:
-        raise Refused("there is no such row")
+        raise NoSuchRow
+    if found.row is None:
+        raise CorruptRow(found.why, found.ttl)
     return found, row
 
 

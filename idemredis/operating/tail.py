@@ -28,7 +28,7 @@ from ..core.text import escaped
 from ..events import digest
 from ..inspection.rows import RowSummary, look
 from ..store.clients import Client
-from ..store.errors import ERRORS, is_refusal, map_error
+from ..store.errors import ERRORS, is_refusal, map_error, note_unsent
 from ..store.nodes import Node, one_connection, own_client, primaries
 from ..telemetry.publisher import channel
 
@@ -36,7 +36,7 @@ __all__ = ["Tail", "TailEvent"]
 
 INVALIDATED = "__redis__:invalidate"
 
-WRITTEN = frozenset({"claimed", "taken_over", "completed", "failed", "released"})
+WRITTEN = frozenset({"claimed", "taken_over", "retried", "completed", "failed", "released"})
 """Events that can be seen in the row itself."""
 
 MAX_MESSAGE = 16 * 1024
@@ -159,6 +159,7 @@ class Tail:
             if channels:
                 listener.subscribe(*channels)
         except ERRORS as error:
+            note_unsent(error)
             raise map_error(error, 0.0) from error
         if channels:
             thread = threading.Thread(target=self._receive, args=(node, listener), name="idemredis-tail", daemon=True)
@@ -252,7 +253,7 @@ def _what(before: RowSummary | None, after: RowSummary | None) -> str | None:
     if before is not None and before.generation == after.generation:
         return _extended(before, after.row)
     if after.generation > 1:
-        return "taken_over"
+        return "retried" if before is not None and before.status == "released" else "taken_over"
     return "claimed" if before is not None or _is_new(after.row) else _extended(before, after.row)
 
 

@@ -20,7 +20,7 @@ from ..policy import LONGEST_RETENTION
 from .block import EffectBlock
 from .responses import as_response
 from .sessions import abandon, makes_async, opened, session_of
-from .table import check_dialect, check_transactional, effects_table, find, insert, now_ms
+from .table import check_dialect, check_transactional, effects_table, find, insert, now_ms, of_row, values
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_scoped_session
@@ -57,6 +57,7 @@ class Effects:
 
     def __init__(self, metadata: MetaData | None = None, table: str = "idemredis_effects") -> None:
         self.table = effects_table(MetaData() if metadata is None else metadata, table)
+        self._insert, self._of_row = insert(self.table), of_row(self.table)
 
     @overload
     def create(self, engine: Engine | Connection) -> None: ...
@@ -205,11 +206,14 @@ class Effects:
         """Insert the record, as `record` does; for `EffectBlock`."""
         if not r.fingerprint:
             return
-        statement = insert(self.table, r, response)
+        statement = self._insert
         try:
             check_dialect(session.get_bind(clause=statement).dialect)
-            check_transactional(session.connection(bind_arguments={"clause": statement}))
-            session.execute(statement)
+            connection = session.connection(bind_arguments={"clause": statement})
+            check_transactional(connection)
+            connection.execute(
+                statement, values(r, response)
+            )  # not the session, which would flush the application's objects now
         except DBAPIError as error:
             abandon(session)
             error.hide_parameters = True  # the row's name has the principal and the key
@@ -224,12 +228,11 @@ class Effects:
         """Return the recorded response, or None; for `EffectBlock`. A session without a transaction begins none."""
         if not r.fingerprint:
             return None
-        clause = self.table.insert()
-        bind = session.get_bind(clause=clause)
+        bind = session.get_bind(clause=self._insert)  # where it writes, also if it reads from replicas
         check_dialect(bind.dialect)
         if session.in_transaction():  # which has a connection; another one might have to be waited for
-            bind = session.connection(bind_arguments={"clause": clause})
-        return find(bind, self.table, r)
+            bind = session.connection(bind_arguments={"clause": self._insert})
+        return find(bind, self._of_row, r)
 
     def _done(self, session: Session, r: Reservation) -> StoredResponse | None:
         try:

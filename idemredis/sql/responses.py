@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.response import StoredResponse, filter_headers, storable_names
+from ..core.response import StoredResponse, deliverable
 from ..errors import InvalidResponse
 
 __all__ = ["as_response"]
@@ -24,8 +24,7 @@ def as_response(given: object) -> StoredResponse:
     """
     if not isinstance(given, StoredResponse):
         given = _json_response(*given) if isinstance(given, tuple) and len(given) in (2, 3) else _json_response(given)
-    names = storable_names(name for name, _ in given.headers)
-    return StoredResponse(given.status, filter_headers(given.headers, names), given.body, given.omitted)
+    return StoredResponse(given.status, deliverable(given.headers), given.body, given.omitted)
 
 
 def _json_response(value: object, status: Any = 200, headers: Any = ()) -> StoredResponse:
@@ -35,8 +34,10 @@ def _json_response(value: object, status: Any = 200, headers: Any = ()) -> Store
         body = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidResponse(f"the response is not JSON ({error}); pass a StoredResponse for another body") from None
-    pairs = tuple(
-        (str(name), str(text)) for name, text in (headers.items() if isinstance(headers, Mapping) else headers)
-    )
+    try:
+        items = headers.items() if isinstance(headers, Mapping) else headers
+        pairs = tuple((str(name), str(text)) for name, text in items)
+    except (TypeError, ValueError):
+        raise InvalidResponse("headers must be a mapping, or pairs of name and value") from None
     typed = any(name.lower() == "content-type" for name, _ in pairs)
     return StoredResponse(status, pairs if typed else (_TYPE, *pairs), body)

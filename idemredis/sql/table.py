@@ -5,7 +5,19 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, Integer, LargeBinary, MetaData, Select, String, Table, Text, select
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Select,
+    String,
+    Table,
+    Text,
+    bindparam,
+    select,
+)
 from sqlalchemy.dialects import mysql, postgresql
 from sqlalchemy.engine import Connection, Dialect, Engine, Row
 from sqlalchemy.exc import DBAPIError
@@ -27,7 +39,9 @@ __all__ = [
     "find",
     "insert",
     "now_ms",
+    "of_row",
     "record_name",
+    "values",
 ]
 
 DIALECTS = ("postgresql", "mysql", "mariadb", "sqlite")
@@ -112,28 +126,33 @@ def record_name(text: str) -> str:
     return _DIGEST + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def insert(table: Table, r: Reservation, response: StoredResponse) -> Insert:
-    """Return the statement that records the response; it fails where there is a record of the row."""
+def insert(table: Table) -> Insert:
+    """Return the statement that makes a record of `values`; it fails where there is a record of the row."""
+    return table.insert().values(created_at=now_ms())
+
+
+def values(r: Reservation, response: StoredResponse) -> dict[str, Any]:
+    """Return the columns of a record, but for its time."""
     status, headers, body, omitted = response.encode()
-    return table.insert().values(
-        row_name=record_name(r.row),
-        fingerprint=record_name(r.fingerprint),
-        generation=r.generation,
-        response_status=status,
-        response_headers=headers,
-        response_body=body,
-        response_omitted=omitted,
-        created_at=now_ms(),
-    )
+    return {
+        "row_name": record_name(r.row),
+        "fingerprint": record_name(r.fingerprint),
+        "generation": r.generation,
+        "response_status": status,
+        "response_headers": headers,
+        "response_body": body,
+        "response_omitted": omitted,
+    }
 
 
-def _of_row(table: Table, r: Reservation) -> Select[Any]:
+def of_row(table: Table) -> Select[Any]:
+    """Return the statement that reads the record of `name`."""
     names = ("fingerprint", "response_status", "response_headers", "response_body", "response_omitted")
-    return select(*(table.c[name] for name in names)).where(table.c.row_name == record_name(r.row))
+    return select(*(table.c[name] for name in names)).where(table.c.row_name == bindparam("name"))
 
 
-def find(bind: Engine | Connection, table: Table, r: Reservation) -> StoredResponse | None:
-    """Return the recorded response for this reservation, or None.
+def find(bind: Engine | Connection, statement: Select[Any], r: Reservation) -> StoredResponse | None:
+    """Return the recorded response for this reservation, or None; `statement` is one of `of_row`.
 
     On an engine, this reads what is committed. On a connection, it reads what the open transaction sees.
 
@@ -142,18 +161,19 @@ def find(bind: Engine | Connection, table: Table, r: Reservation) -> StoredRespo
         CorruptRow: the record cannot be read.
         sqlalchemy.exc.DBAPIError: the database could not be read.
     """
+    name = {"name": record_name(r.row)}
     try:
         if isinstance(bind, Connection):
             began = not bind.in_transaction()
             try:
-                row = bind.execute(_of_row(table, r)).one_or_none()
+                row = bind.execute(statement, name).one_or_none()
             finally:
                 if began:
                     bind.rollback()
         else:
             with bind.connect() as connection:
                 connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-                row = connection.execute(_of_row(table, r)).one_or_none()
+                row = connection.execute(statement, name).one_or_none()
     except DBAPIError as error:
         error.hide_parameters = True  # the row's name has the principal and the key
         raise

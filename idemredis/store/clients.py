@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from typing import Any, TypeAlias, cast
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import parse_qsl, quote, urlsplit
 
 import redis
 import redis.asyncio
@@ -30,6 +30,7 @@ __all__ = [
     "is_cluster",
     "options",
     "own",
+    "public_url",
     "uncached",
 ]
 
@@ -143,7 +144,22 @@ def options(client: Any) -> dict[str, Any]:
 def address(client: Any) -> str:
     """Return host:port, or the path of a socket; never a password."""
     known = options(client)
-    return str(known["path"]) if "path" in known else f"{known.get('host', '?')}:{known.get('port', '?')}"
+    return str(known["path"]) if "path" in known else f"{known.get('host', 'localhost')}:{known.get('port', 6379)}"
+
+
+def public_url(client: Any) -> str | None:
+    """Return the URL of the client's server; None if it would have a password in it."""
+    known = options(client)
+    if known.get("password") or known.get("credential_provider"):
+        return None
+    user = f"{quote(str(known['username']))}@" if known.get("username") else ""
+    database = known.get("db") or 0
+    if "path" in known:
+        return f"unix://{user}{known['path']}?db={database}"
+    pool = getattr(client, "connection_pool", None)
+    kind = getattr(pool, "connection_class", None)
+    tls = known.get("ssl") or (isinstance(kind, type) and issubclass(kind, redis.SSLConnection))
+    return f"{'rediss' if tls else 'redis'}://{user}{address(client)}/{database}"
 
 
 def deadline(client: Any, seconds: float) -> float:

@@ -14,13 +14,14 @@ from redis.asyncio.cluster import ClusterNode as AsyncClusterNode
 from redis.cluster import ClusterNode
 from redis.exceptions import AskError, MovedError, ResponseError
 
+from ..core.keys import row_bytes
 from ..core.tracebacks import without_frames
 from . import clients
 from .deadline import Attempt, made_of
 from .errors import ERRORS, closed, leaves_unknown
 from .wire import AsyncWire, Trip, Wire, encode
 
-__all__ = ["AsyncRouted", "Routed", "redirection", "wire"]
+__all__ = ["REDIRECTS", "AsyncRouted", "Routed", "named", "redirection", "wire"]
 
 ASKING: Final = encode([("ASKING",)])
 """Sent to a node that a slot is moving to, on the connection of the call that follows. redis-py's own cluster clients
@@ -56,8 +57,8 @@ class Routed:
         lost: Exception | None = None
         first = True
         while True:
-            self._learn_of([trip.row], until)
-            place = self.place(trip.row)
+            self._learn_of([trip[0]], until)
+            place = self.place(trip[0])
             try:
                 replies = self._follow(trip, until)
             except ERRORS as error:
@@ -77,7 +78,7 @@ class Routed:
     def place(self, row: str) -> str | None:
         """Return which node has the row, as far as is known; None if no node is known to."""
         try:
-            return str(self.client.get_node_from_key(row).name)
+            return str(self.client.get_node_from_key(row_bytes(row)).name)
         except ERRORS:
             return None
 
@@ -95,7 +96,7 @@ class Routed:
         return [(self._wire(node), places) for node, places in found.items()]
 
     def _follow(self, trip: Trip, until: float) -> list[Any]:
-        replies = self._wire(self._node(trip.row)).exchange(trip, until)
+        replies = self._wire(self._node(trip[0])).exchange(trip, until)
         for _ in range(REDIRECTS):
             redirect = redirection(replies)
             if redirect is None:
@@ -131,7 +132,7 @@ class Routed:
             self._doubted.clear()
 
     def _node(self, row: str) -> Any:
-        return self.client.get_redis_connection(self.client.get_node_from_key(row))
+        return self.client.get_redis_connection(self.client.get_node_from_key(row_bytes(row)))
 
     def _wire(self, node: Any) -> Wire:
         wire = self._wires.get(node)
@@ -143,14 +144,8 @@ class Routed:
 
     @contextmanager
     def _named(self, redirect: AskError) -> Iterator[Wire]:
-        host, port = self.client.nodes_manager.remap_host_port(redirect.host, redirect.port)
-        known = self.client.get_node(host, port)
-        node = self.client.get_redis_connection(known or ClusterNode(host, port))  # type: ignore[no-untyped-call]
-        try:
+        with named(self.client, redirect) as (node, known):
             yield self._wire(node) if known else Wire(node, self.timeout)
-        finally:
-            if not known:
-                node.connection_pool.disconnect()
 
 
 class AsyncRouted:
@@ -168,12 +163,12 @@ class AsyncRouted:
         lost: Exception | None = None
         first = True
         while True:
-            place = self.place(trip.row)
+            place = self.place(trip[0])
             try:
                 await self._within(until, self.client.initialize)
                 if place in self._doubted:
                     await self._learn(until)
-                place = self.place(trip.row)
+                place = self.place(trip[0])
                 replies = await self._follow(trip, until)
             except (*ERRORS, AttributeError) as caught:
                 error = caught if isinstance(caught, ERRORS) else closed(caught)
@@ -198,7 +193,7 @@ class AsyncRouted:
             return None
 
     async def _follow(self, trip: Trip, until: float) -> list[Any]:
-        replies = await self._ask(self.client.get_node_from_key(trip.row), trip, until)
+        replies = await self._ask(self.client.get_node_from_key(trip[0]), trip, until)
         for _ in range(REDIRECTS):
             redirect = redirection(replies)
             if redirect is None:
@@ -244,6 +239,19 @@ class AsyncRouted:
             raise
 
 
+@contextmanager
+def named(client: Any, redirect: AskError) -> Iterator[tuple[Any, bool]]:
+    """Give a client of the node that a redirection names, and whether the cluster's client knows that node."""
+    host, port = client.nodes_manager.remap_host_port(redirect.host, redirect.port)
+    known = client.get_node(host, port)
+    node = client.get_redis_connection(known or ClusterNode(host, port))  # type: ignore[no-untyped-call]
+    try:
+        yield node, bool(known)
+    finally:
+        if not known:
+            node.connection_pool.disconnect()
+
+
 def redirection(replies: Sequence[Any]) -> AskError | None:
     """Return where a node says that the row is (MOVED or ASK), or None where it has it."""
     return next((reply for reply in replies if isinstance(reply, AskError)), None)
@@ -252,7 +260,8 @@ def redirection(replies: Sequence[Any]) -> AskError | None:
 def _asking(redirect: AskError, trip: Trip) -> Trip:
     if isinstance(redirect, MovedError):
         return trip
-    return trip._replace(packed=ASKING + trip.packed, tokens=(None, *trip.tokens))
+    row, packed, tokens = trip
+    return row, ASKING + packed, (None, *tokens)
 
 
 def _without_asking(redirect: AskError, replies: list[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     BusyLoadingError,
+    ClusterCrossSlotError,
     MasterDownError,
     MaxConnectionsError,
     NoPermissionError,
@@ -35,6 +36,7 @@ __all__ = [
     "WatchError",
     "capture_error",
     "closed",
+    "is_cross_slot",
     "is_denied",
     "is_no_primary",
     "is_refusal",
@@ -138,6 +140,11 @@ def _reason(error: BaseException) -> str:
 def was_redirected(outcome: object) -> bool:
     """Whether a cluster's node replied that the row is on another one (MOVED or ASK)."""
     return isinstance(outcome, LedgerUnavailable) and isinstance(outcome.__cause__, AskError)
+
+
+def is_cross_slot(error: BaseException | None) -> bool:
+    """Whether a cluster, or a proxy in front of one, wants rows of different slots in different calls."""
+    return isinstance(error, ClusterCrossSlotError) or "CROSSSLOT" in str(error) or "same slot" in str(error)
 
 
 def is_denied(error: BaseException) -> bool:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeAlias
 
 import redis
 from redis import RedisCluster
+from redis.exceptions import AskError, ClusterError, MovedError, NoScriptError, WatchError
 
+from ..core.keys import row_bytes
+from ..core.scripts import Script
 from ..core.tracebacks import hides_arguments
 from ..errors import LedgerUnavailable
 from . import clients
 from .clients import Client
-from .cluster import wire
-from .errors import ERRORS, is_refusal, map_error
+from .cluster import REDIRECTS, named, wire
+from .errors import ERRORS, is_refusal, map_error, note_unsent
 from .wire import Trip, Words, encode
 
 __all__ = [
     "Node",
+    "Watched",
     "ask",
     "ask_all",
     "connect",
@@ -27,8 +32,10 @@ __all__ = [
     "own_client",
     "own_wire",
     "primaries",
+    "run_on_many",
     "send",
     "send_async",
+    "watching",
 ]
 
 Node: TypeAlias = Any
@@ -54,6 +61,7 @@ def connect(url: str, socket_timeout: float = clients.SOCKET_TIMEOUT) -> Client:
     try:
         return RedisCluster.from_url(url, socket_timeout=socket_timeout, socket_connect_timeout=socket_timeout)
     except ERRORS as error:
+        note_unsent(error)
         raise map_error(error, time.monotonic() - sent) from error
 
 
@@ -70,7 +78,60 @@ def holder(client: Client, row: str) -> Node:
     if not clients.is_cluster(client):
         return client
     cluster: Any = client
-    return cluster.get_redis_connection(cluster.get_node_from_key(row))
+    return cluster.get_redis_connection(cluster.get_node_from_key(row_bytes(row)))
+
+
+class Watched:
+    """A row on the server that has it, which is deleted only if nobody changes it meanwhile."""
+
+    def __init__(self, transaction: Any, row: bytes, asking: bool) -> None:
+        self._transaction = transaction
+        self._asking = asking
+        self._row = row
+        self._ask()
+        transaction.watch(row)
+
+    def delete(self) -> None:
+        """Delete the row.
+
+        Raises:
+            WatchError: the row was changed, or moved to another server of its cluster.
+        """
+        self._ask()
+        self._transaction.multi()
+        self._transaction.delete(self._row)
+        try:
+            self._transaction.execute()
+        except AskError as moved:
+            raise WatchError(str(moved)) from moved
+
+    def _ask(self) -> None:
+        if self._asking:  # while a slot is being moved to this server, it refuses other commands on its rows
+            self._transaction.immediate_execute_command("ASKING")
+
+
+@contextmanager
+def watching(client: Client, row: str) -> Iterator[Watched]:
+    """Watch a row from now on, on the server that has it, also while its slot is being moved to another.
+
+    Raises:
+        redis.RedisError, OSError: the server did not reply, or refused.
+    """
+    name = row_bytes(row)
+    with ExitStack() as opened:
+        node, asking = holder(client, row), False
+        for _ in range(REDIRECTS):
+            try:
+                watched = Watched(opened.enter_context(node.pipeline()), name, asking)
+                break
+            except AskError as redirect:
+                if not clients.is_cluster(client):
+                    raise
+                node, _known = opened.enter_context(named(client, redirect))
+                asking = not isinstance(redirect, MovedError)
+        else:
+            raise ClusterError(f"the row is on none of {REDIRECTS} servers in turn, since its slot is being moved")
+        yield watched
 
 
 def ask(node: Node, *words: str | bytes | int) -> Any:
@@ -93,6 +154,25 @@ def ask_all(node: Node, commands: Sequence[Words]) -> list[Any]:
         map_error(reply, time.monotonic() - sent) if isinstance(reply, ERRORS) else reply
         for reply in send(own_wire(node), commands)
     ]
+
+
+def run_on_many(
+    node: Node, script: Script, groups: Sequence[Sequence[bytes]], args: Sequence[str | bytes | int]
+) -> list[Any]:
+    """Run a script on each group of rows, in one round trip, or two if the server has not seen it.
+
+    Where one fails, our error for it stands in the place of its reply.
+    """
+    replies = ask_all(node, [("EVALSHA", script.sha, len(rows), *rows, *args) for rows in groups])
+    unseen = [i for i, reply in enumerate(replies) if _is_unseen(reply)]
+    by_text = ask_all(node, [("EVAL", script.text, len(groups[i]), *groups[i], *args) for i in unseen])
+    for i, reply in zip(unseen, by_text, strict=True):
+        replies[i] = reply
+    return replies
+
+
+def _is_unseen(reply: Any) -> bool:
+    return isinstance(reply, LedgerUnavailable) and isinstance(reply.__cause__, NoScriptError)
 
 
 def own_wire(node: Node) -> Any:
@@ -125,7 +205,7 @@ async def send_async(wire: Any, commands: Sequence[Words]) -> list[Any]:
 def _trip(commands: Sequence[Words]) -> Trip:
     [name, *arguments] = commands[0]  # a cluster's have one row
     row = arguments[2 if name == "EVAL" else 0] if arguments else ""
-    return Trip(str(row), encode(commands), [None] * len(commands))
+    return str(row), encode(commands), [None] * len(commands)
 
 
 def _parsed(wire: Any, commands: Sequence[Words], replies: Sequence[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import redis
 import redis.asyncio
@@ -28,23 +28,12 @@ __all__ = ["AsyncWire", "Trip", "Wire", "Words", "bulk", "encode"]
 Words: TypeAlias = Sequence[str | bytes | int]
 """A command and its arguments."""
 
+Trip: TypeAlias = tuple[str, bytes, Sequence[bytes | None]]
+"""What one round trip asks: which row it is about ("" for none), its commands, encoded, and for each command what its
+reply repeats in its second place, unless it is an error; None for one that repeats nothing."""
+
 FULL_POOL_GAP = 0.005
 """Seconds between two looks at a full pool. Calls take 0.1 ms, so a connection is free soon, or the server hangs."""
-
-
-class Trip(NamedTuple):
-    """What one round trip asks: encoded commands about one row or one server, and what their replies must repeat.
-
-    Attributes:
-        row: which row they are about; "" for none.
-        packed: the commands, encoded.
-        tokens: for each command what its reply repeats in its second place, unless it is an error; None for one that
-            repeats nothing.
-    """
-
-    row: str
-    packed: bytes
-    tokens: Sequence[bytes | None]
 
 
 def encode(commands: Sequence[Words]) -> bytes:
@@ -59,7 +48,7 @@ def encode(commands: Sequence[Words]) -> bytes:
 
 def bulk(word: str | bytes | int) -> bytes:
     """Return one word of a command as Redis reads it."""
-    data = word if isinstance(word, bytes) else str(word).encode()
+    data = word if isinstance(word, bytes) else str(word).encode("utf-8", "surrogateescape")
     return b"$%d\r\n%b\r\n" % (len(data), data)
 
 
@@ -86,14 +75,19 @@ class Wire:
         Raises:
             redis.RedisError, OSError: there are not all replies. The connection is closed.
         """
+        _, packed, tokens = trip
         pool = self.client.connection_pool
         connection = self._take(pool, until)
         try:
             overdue.add(connection, until)
             try:
-                connection.send_packed_command([trip.packed])
-                replies = [_read(connection) for _ in trip.tokens]
-                if not (in_step := _in_step(replies, trip.tokens)):
+                connection.send_packed_command([packed])
+                replies, in_step = [], True
+                for token in tokens:
+                    reply = _read(connection)
+                    in_step = _in_step(reply, token) and in_step
+                    replies.append(reply)
+                if not in_step:
                     nonce = secrets.token_hex(8)
                     connection.send_packed_command([encode([("PING", nonce)])])
                     _verify(replies, _read(connection), nonce.encode())
@@ -172,13 +166,18 @@ class AsyncWire:
             raise RedisTimeoutError(f"Timeout reading from {clients.address(self.client)}") from error
 
     async def _exchange(self, trip: Trip, until: float) -> list[Any]:
+        _, packed, tokens = trip
         connection = await self._take(until)
         try:
             try:
                 await self._ready(connection)
-                await connection.send_packed_command(trip.packed)
-                replies = [await _read_async(connection) for _ in trip.tokens]
-                if not (in_step := _in_step(replies, trip.tokens)):
+                await connection.send_packed_command(packed)
+                replies, in_step = [], True
+                for token in tokens:
+                    reply = await _read_async(connection)
+                    in_step = _in_step(reply, token) and in_step
+                    replies.append(reply)
+                if not in_step:
                     nonce = secrets.token_hex(8)
                     await connection.send_packed_command(encode([("PING", nonce)]))
                     _verify(replies, await _read_async(connection), nonce.encode())
@@ -272,20 +271,17 @@ def _is_left(replies: Sequence[Any]) -> bool:
     return any(isinstance(reply, ResponseError) and is_no_primary(reply) for reply in replies)
 
 
-def _in_step(replies: Sequence[Any], tokens: Sequence[bytes | None]) -> bool:
-    """Whether each reply is this call's own. An error repeats no token, so it proves nothing.
+def _in_step(reply: Any, token: bytes | None) -> bool:
+    """Whether the reply is this call's own. An error repeats no token, so it proves nothing.
 
     Raises:
-        OutOfStep: one is not.
+        OutOfStep: it is not.
     """
-    proven = True
-    for reply, token in zip(replies, tokens, strict=False):
-        if token is None or (type(reply) is list and len(reply) > 1 and reply[1] == token):
-            continue
-        if not isinstance(reply, ResponseError):
-            raise OutOfStep("the connection held a reply to another call")
-        proven = False
-    return proven
+    if token is None or (type(reply) is list and len(reply) > 1 and reply[1] == token):
+        return True
+    if isinstance(reply, ResponseError):
+        return False
+    raise OutOfStep("the connection held a reply to another call")
 
 
 def _verify(replies: Sequence[Any], echo: Any, nonce: bytes) -> None:

@@ -35,12 +35,14 @@ MAX_HELD = 900.0
 BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 """Seconds. A call to a nearby server takes 0.1 ms, and a call is given up after 2 s."""
 
-_BEGIN = frozenset[EventName]({"claimed", "taken_over"})
+_BEGIN = frozenset[EventName]({"claimed", "taken_over", "retried"})
 _END = frozenset[EventName]({"completed", "failed", "released", "fenced", "held_for_review", "completion_lost"})
-_CLAIM = frozenset[EventName]({"claimed", "taken_over", "replayed", "in_progress", "reused"})
+_CLAIM = frozenset[EventName]({"claimed", "taken_over", "retried", "replayed", "in_progress", "reused"})
 _COMPLETION = frozenset[EventName]({"completed", "failed", "released", "fenced", "completion_lost"})
 _FAILED = frozenset({"LedgerUnavailable", "NotDurable", "CorruptRow"})
-_BAD = frozenset[EventName]({"fenced", "completion_lost", "unavailable"})
+_BAD = frozenset[EventName]({"fenced", "completion_lost", "unavailable", "corrupt"})
+_EITHER = frozenset[EventName]({"unavailable", "corrupt"})
+"""Ends of a claim, or of an attempt, which has a generation."""
 
 
 class Telemetry:
@@ -92,9 +94,9 @@ class Telemetry:
         observed = {"observed": True} if event.observed else {}
         self._outcomes.add(1, {"outcome": event.name, "operation": operation, "route": route, **observed})
         self._hold(event)
-        if event.name in _CLAIM or (event.name == "unavailable" and not event.generation):
+        if event.name in _CLAIM or (event.name in _EITHER and not event.generation):
             self._span("idempotency.claim", event)
-        elif event.name in _COMPLETION or event.name == "unavailable":
+        elif event.name in _COMPLETION or event.name in _EITHER:
             self._span("idempotency.completion", event)
 
     def timed(self, script: str, seconds: float, outcome: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from ..core.keys import row_prefix
+from ..core.text import escaped
 from ..events import Event
 from ..store.clients import Client
 from ..store.deadline import made_of
@@ -60,7 +61,8 @@ class Publisher:
         replaced since. There, the thread of before publishes what it has, and then waits for the end of the process.
         """
         self._made_of = made_of()
-        self._queue: queue.Queue[Event | None] = queue.Queue(MAX_QUEUED)
+        # In C, without a lock of Python's: a signal's exception leaves none locked, and the garbage collector may emit.
+        self._queue: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._lock = threading.RLock()  # reentrant: the garbage collector may emit an event while it is held
         self._thread: threading.Thread | None = None
 
@@ -70,19 +72,16 @@ class Publisher:
             self._reset()
         if self._thread is None or not self._thread.is_alive():
             self._start()
-        try:
-            self._queue.put_nowait(event)
-        except queue.Full:
+        if self._queue.qsize() < MAX_QUEUED:
+            self._queue.put(event)
+        else:
             self.dropped += 1
 
     def close(self, seconds: float = 1.0) -> None:
         """Publish the queued events for at most about `seconds` seconds, and stop the thread."""
         thread = self._thread
         if thread is not None and thread.is_alive():
-            try:
-                self._queue.put(None, timeout=seconds)
-            except queue.Full:
-                return
+            self._queue.put(None)
             thread.join(seconds)
 
     def _start(self) -> None:
@@ -93,7 +92,7 @@ class Publisher:
                 )
                 self._thread.start()
 
-    def _run(self, events: queue.Queue[Event | None]) -> None:
+    def _run(self, events: queue.SimpleQueue[Event | None]) -> None:
         while (event := events.get()) is not None:
             facts = {name: value for name, value in asdict(event).items() if value is not None}
             try:
@@ -101,4 +100,4 @@ class Publisher:
             except ERRORS as error:
                 self.dropped += 1
                 if self.dropped == 1:
-                    logger.warning("events cannot be published and are dropped (logged once): %s", error)
+                    logger.warning("events cannot be published and are dropped (logged once): %s", escaped(str(error)))

@@ -172,6 +172,45 @@ class _Recorder(io.RawIOBase):
             self.stop()
 
 
+class _Unread:
+    """Stands for a source until something reads it, which most requests do only after the claim.
+
+    Attributes:
+        source: the server's `wsgi.input`.
+        recorder: records what is read; None while nothing has used the source.
+    """
+
+    def __init__(self, source: Any, expected: int | None, limit: int) -> None:
+        self.source = source
+        self.recorder: _Recorder | None = None
+        self._expected, self._limit = expected, limit
+        self._stream: io.BufferedReader | None = None
+        self._recording = True
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._open(), name)
+        if callable(found):
+            setattr(self, name, found)  # found at once from now on: a body may be read byte by byte
+        return found
+
+    def __iter__(self) -> Iterator[bytes]:
+        return self._open()
+
+    def stop(self) -> None:
+        """Stop recording; the source can still be read, since an unprotected view may stream its request body."""
+        self._recording = False
+        if self.recorder is not None:
+            self.recorder.stop()
+
+    def _open(self) -> io.BufferedReader:
+        if self._stream is None:
+            self.recorder = _Recorder(self.source, self._expected, self._limit)
+            self._stream = io.BufferedReader(self.recorder, CHUNK)
+            if not self._recording:
+                self.recorder.stop()
+        return self._stream
+
+
 class _Joined(io.RawIOBase):
     """What was taken out of a source, followed by the rest of the source."""
 
@@ -210,7 +249,7 @@ class RequestBody:
     def __init__(self, environ: Environ, limit: int) -> None:
         self._environ = environ
         self._limit = limit
-        self._recorder: _Recorder | None = None
+        self._unread: _Unread | None = None
         self._whole: Spool | None = None
         self._joined: io.BufferedReader | None = None
 
@@ -228,8 +267,7 @@ class RequestBody:
         except LengthRequired:
             return
         if expected is None or 0 < expected <= most:
-            self._recorder = _Recorder(self._environ["wsgi.input"], expected, most)
-            self._environ["wsgi.input"] = io.BufferedReader(self._recorder, CHUNK)
+            self._unread = self._environ["wsgi.input"] = _Unread(self._environ["wsgi.input"], expected, most)
 
     def buffer(self, update: Callable[[bytes], object], limit: int | None) -> None:
         """Read the body to its end, and make it readable again from its start.
@@ -243,12 +281,12 @@ class RequestBody:
         Raises:
             BodyIncomplete, BodyTooLarge, LengthRequired, NoRoom: refuse the request without a claim.
         """
-        recorder, source, taken = self._recorder, self._environ["wsgi.input"], None
-        if recorder is not None:
-            if recorder.refused is not None:
-                raise recorder.refused
-            if _is_over(source, recorder):  # otherwise a function of the application has put in a body of its own
-                source, taken = recorder.source, recorder.spool
+        unread, source, taken = self._unread, self._environ["wsgi.input"], None
+        recorder = None if unread is None else unread.recorder
+        if recorder is not None and recorder.refused is not None:
+            raise recorder.refused
+        if unread is not None and unread is source:  # else the application has put in a body of its own
+            source, taken = unread.source, None if recorder is None else recorder.spool
         expected = _expected(self._environ)
         most = self._limit if limit is None else min(limit, self._limit)
         if expected is not None and expected > most:
@@ -269,8 +307,8 @@ class RequestBody:
             self._environ["wsgi.input"] = self._joined
             raise
         finally:
-            if recorder is not None:
-                recorder.stop()
+            if unread is not None:
+                unread.stop()
         self._whole = whole
         self._environ["wsgi.input"] = whole.file
 
@@ -280,16 +318,12 @@ class RequestBody:
 
     def close(self) -> None:
         """Free the memory or temporary file that `record` or `buffer` uses."""
-        if self._recorder is not None:
-            self._recorder.stop()
+        if self._unread is not None:
+            self._unread.stop()
         if self._whole is not None:
             self._whole.close()
         if self._joined is not None:
             self._joined.close()
-
-
-def _is_over(source: object, recorder: _Recorder) -> bool:
-    return isinstance(source, io.BufferedReader) and source.raw is recorder
 
 
 def raw_target(environ: Environ) -> str:

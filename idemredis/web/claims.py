@@ -55,8 +55,7 @@ def refusal_for(error: Exception, settings: Settings) -> Refusal | None:
         case NoRoom():
             logger.error("a request body does not fit into the temporary directory, and its request %s: %s", ran, error)
             return contract.unavailable()
-        case CorruptRow():
-            logger.error("a row is corrupt, and its request %s: %s", ran, error)
+        case CorruptRow():  # its event is logged, with the row's digest
             return contract.row_corrupt()
         case LedgerUnavailable(reason=reason):
             busy = reason == "busy_pool"  # which says nothing about Redis

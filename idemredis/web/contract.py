@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from ..core.keys import valid_key
-from ..core.response import StoredResponse, filter_headers, storable_names
+from ..core.response import StoredResponse, deliverable
 from ..core.settle import Ending
 from ..errors import InvalidKey
 
@@ -147,8 +147,8 @@ class Contract:
         """
         if response.omitted:
             return self.not_stored(response)
-        names = storable_names(name for name, _ in response.headers)
-        return StoredResponse(response.status, filter_headers(response.headers, names), response.body)
+        headers = deliverable(response.headers)
+        return response if headers == response.headers else StoredResponse(response.status, headers, response.body)
 
     def answer_effect(self, ending: Ending) -> StoredResponse:
         """Return what a client gets where `of_effect` has an ending: the effect's response, or the key is reused."""

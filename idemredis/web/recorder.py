@@ -10,7 +10,7 @@ from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
-from ..core.reservation import Choice, Reservation, allow, freeze
+from ..core.reservation import Choice, Reservation, allow, chosen_outcome, freeze
 from ..core.response import NULL_BODY_STATUSES, Omission, StoredResponse, filter_headers
 from ..core.settle import Ending, OnError, of_effect, of_error, of_status
 from ..errors import HoldForReview, InvalidResponse
@@ -83,7 +83,7 @@ class ResponseRecorder:
         """Take a response as the content; it replaces one that was recorded before."""
         self._stream = None
         pairs = tuple(headers)
-        self._retry_after = "retry-after" in [name.lower() for name, _ in pairs]
+        self._retry_after = status >= 400 and "retry-after" in [name.lower() for name, _ in pairs]
         if len(body) > self.max_body:
             self._content = StoredResponse(status, omitted="too_large")
             return
@@ -223,7 +223,7 @@ class ResponseRecorder:
         The view's choice is about its own response. So "store" does not make a failure final that came after the view,
         and "omit" only says how a response is stored that the rules store.
         """
-        outcome = self.reservation.outcome
+        outcome = chosen_outcome(self.reservation)
         if outcome in ("release", "hold"):
             return outcome
         chosen = outcome == "store" and not self.failed_afterwards
@@ -240,7 +240,7 @@ class ResponseRecorder:
 
     def _after_error(self, error: BaseException | None) -> Ending:
         how = self._on_error if error is None else of_error(error, self._on_error)
-        outcome = self.reservation.outcome
+        outcome = chosen_outcome(self.reservation)
         if how != "review" and (outcome == "release" or outcome == "hold"):
             how = outcome
         return Ending("fail", _plain(500)) if how == "store" else Ending(how)

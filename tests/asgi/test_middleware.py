@@ -17,6 +17,7 @@ from starlette.websockets import WebSocket
 
 from idemredis import AsyncLedger, ConfigurationError, HoldForReview, Ledger, StoredResponse
 from idemredis.asgi import Idempotency, IdempotencyMiddleware, current_reservation
+from idemredis.ledger.waiting import A_KEY
 from tests.support.asgi_site import AsgiSite, Wire, answer_of, scope_of
 from tests.support.doors import MakeAsgiSite
 from tests.support.servers import Server
@@ -637,3 +638,54 @@ def test_a_claim_that_is_cancelled_runs_nothing_and_its_row_is_given_up(
         assert answer
     assert [site.row(f"k{steps}")["status"] for steps in range(40)] == [b"completed"] * 40
     assert "corrupt" not in caplog.text
+
+
+def test_of_the_duplicates_of_one_key_four_wait_and_the_rest_are_refused_at_once(
+    make_asgi_site: MakeAsgiSite, valkey_server: Server
+) -> None:
+    site = make_asgi_site("async", valkey_server, WAIT_SECONDS=60)
+
+    async def serve() -> list[int]:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def charge(request: Request) -> Response:
+            site.runs.append(1)
+            begun.set()
+            await go_on.wait()
+            return PlainTextResponse("made", 201)
+
+        site.app.router.routes.append(Route("/charges", site.idempotency.protect(charge), methods=POST))
+
+        async def send() -> int:
+            scope, pieces = site.request()
+            return answer_of((await site.serve(scope, Wire(pieces))).messages).status_code
+
+        first = asyncio.ensure_future(send())
+        await begun.wait()
+        duplicates = [asyncio.ensure_future(send()) for _ in range(A_KEY + 5)]
+        refused: set[Any] = set()
+        while len(refused) < 5:
+            refused, _ = await asyncio.wait(duplicates, timeout=0.05)
+        go_on.set()
+        return [await first, *sorted([await one for one in duplicates])]
+
+    assert site.loop.run(serve()) == [201, *[201] * A_KEY, *[409] * 5]
+    assert len(site.runs) == 1
+
+
+def test_a_request_within_a_once_function_has_a_reservation_of_its_own(make_asgi_site: MakeAsgiSite) -> None:
+    site = make_asgi_site()
+
+    @site.idempotency.protect
+    async def charge(request: Request) -> Response:
+        return PlainTextResponse(current_reservation.key)
+
+    site.app.router.routes.append(Route("/charges", charge, methods=POST))
+
+    @site.ledger.once(principal="worker", key="outer")
+    async def work() -> list[str]:
+        scope, pieces = site.request("inner")
+        wire = await site.serve(scope, Wire(pieces))
+        return [wire.body.decode(), current_reservation.key]
+
+    assert site.loop.run(work()) == ["inner", "outer"]

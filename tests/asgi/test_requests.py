@@ -163,3 +163,48 @@ def test_repeated_key_lines_are_one_key(make_asgi_site: MakeAsgiSite) -> None:
     site.view()
     assert site.send("a", headers=[("Idempotency-Key", "b")]).status_code == 201
     assert site.row("b,a")["status"] == b"completed"
+
+
+def test_an_application_that_reads_while_the_claim_drains_gets_every_byte_once_and_in_order(
+    make_asgi_site: MakeAsgiSite,
+) -> None:
+    """As Quart does, which reads the body in a task of its own while its endpoint is claimed."""
+    site = make_asgi_site()
+    body = bytes(range(256)) * 4000
+
+    @site.idempotency.protect
+    async def endpoint() -> str:
+        return "made"
+
+    read: list[bytes] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        async def reading() -> None:
+            more = True
+            while more:
+                message = await receive()
+                read.append(message["body"])
+                more = message["more_body"]
+
+        reader = asyncio.ensure_future(reading())
+        await asyncio.sleep(0)
+        text = await endpoint()
+        await reader
+        await PlainTextResponse(text)(scope, receive, send)
+
+    async def serve() -> Wire:
+        scope, pieces = site.request(data=body)
+        wire = Wire(pieces)
+        receive = wire.receive
+
+        async def slowly() -> Any:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            return await receive()
+
+        await IdempotencyMiddleware(app, site.idempotency)(scope, slowly, wire.send)
+        return wire
+
+    assert site.loop.run(serve()).body == b"made"
+    assert b"".join(read) == body
+    assert site.row()["fingerprint"].decode() == fingerprint_request("POST", "/charges", {}, body)

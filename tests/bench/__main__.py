@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.support.servers import Server, start
 
-from . import asgi, calls, counting, instructions, peers, process, rows, serving
+from . import asgi, attention, calls, counting, effects, instructions, peers, process, rows, serving
 from .turns import Figure
 
 SECTIONS: Mapping[str, tuple[Callable[[Server], Iterable[Figure]], ...]] = {
@@ -25,10 +25,12 @@ SECTIONS: Mapping[str, tuple[Callable[[Server], Iterable[Figure]], ...]] = {
     "counts": (counting.requests, counting.event),
     "calls": (calls.ledger, calls.extension, calls.async_ledger),
     "http": (serving.gunicorn,),
+    "effects": (effects.records,),
     "process": (process.imports, process.uploads, process.heartbeats),
     "server": (rows.server_cpu, rows.hot_key),
     "memory": (rows.memory,),
     "scale": (rows.many_rows, rows.cluster, rows.io_threads),
+    "attention": (attention.stuck_rows,),
     "peers": (peers.peers,),
     "asgi": (asgi.instructions, asgi.times),
 }

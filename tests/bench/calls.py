@@ -176,7 +176,7 @@ def own_python(server: Server | None = None) -> Iterable[Figure]:
     client = instant([b"claimed", b"1"])
     connection: Any = client.connection_pool.get_connection()
     ours = Ledger(client)
-    replay = [b"replay", b"completed", b"1", b"201", HEADERS.encode(), BODY, b""]
+    replay = [b"replay", b"1", b"201", HEADERS.encode(), BODY]
     r = ours.claim("acct_1", key(), FINGERPRINT)
     assert isinstance(r, Reservation)
 

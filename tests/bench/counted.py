@@ -6,19 +6,30 @@ import io
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import redis
 from flask import Flask
 from werkzeug.test import EnvironBuilder
 
 from idemredis import Ledger, Policy, Reservation, StoredResponse
+from idemredis.core import operations
+from idemredis.core.keys import identify
+from idemredis.core.reservation import Lease
+from idemredis.core.scripts import load
 from idemredis.flask import Idempotency
+from idemredis.store.evaluate import encode_call
+
+from .calls import instant
 
 __all__ = ["KINDS"]
 
 FINGERPRINT = "f" * 64
 RESPONSE = StoredResponse(201, (("content-type", "application/json"),), b"x" * 500)
 WARM = 20
+
+CLAIMED = [b"claimed", b"1"]
+REPLAY = [b"replay", b"1", b"201", b'[["content-type","application/json"]]', RESPONSE.body]
 
 
 def _plain(client: redis.Redis) -> dict[str, Callable[[str], object]]:
@@ -43,6 +54,32 @@ def _ledger(ledger: Ledger) -> dict[str, Callable[[str], object]]:
     }
 
 
+def _redis_py(client: redis.Redis) -> dict[str, Callable[[str], object]]:
+    """What redis-py's pool, connection and parser take of a call, whose bytes are made beforehand."""
+    pool: Any = client.connection_pool
+    any_key, owner = "0" * 13, "0123456789abcdef"
+    identity = identify("raw", "acct_1", any_key)
+    made = operations.claim(identity, owner, FINGERPRINT, 60.0, 3600.0, 1.8e9, "")
+    r = Reservation(identity, FINGERPRINT, 1, owner, None, Lease(60.0, 0.0))
+    claim = encode_call(load()["claim"], made)
+    complete = encode_call(load()["complete"], operations.complete(r, RESPONSE, 3600.0))
+    replay = encode_call(load()["claim"], made)
+
+    def send(packed: bytes) -> None:
+        connection = pool.get_connection()
+        connection.send_packed_command([packed])
+        connection.read_response(disable_decoding=True)
+        pool.release(connection)
+
+    def first(key: str) -> None:
+        key = key[-len(any_key) :].rjust(len(any_key), "0")
+        send(claim.replace(any_key.encode(), key.encode()))
+        send(complete.replace(any_key.encode(), key.encode()))
+
+    first(any_key)
+    return {"claim + complete": first, "replay": lambda key: send(replay)}
+
+
 def _flask(ledger: Ledger) -> dict[str, Callable[[str], object]]:
     app = Flask("shop")
     protect = Idempotency(app, principal="acct_1", ledger=ledger).protect
@@ -63,6 +100,8 @@ def _flask(ledger: Ledger) -> dict[str, Callable[[str], object]]:
     }
 
 
+OWN, REDIS_PY = "own Python: ", "redis-py: "
+
 KINDS = (
     "GET",
     "SET NX + SET",
@@ -72,14 +111,27 @@ KINDS = (
     "a plain request",
     "a protected request",
     "a protected request, replayed",
+    f"{REDIS_PY}claim + complete",
+    f"{REDIS_PY}replay",
+    f"{OWN}claim + complete",
+    f"{OWN}replay",
+    f"{OWN}a plain request",
+    f"{OWN}a protected request",
+    f"{OWN}a protected request, replayed",
 )
+"""With a server; what of it are redis-py's pool, connection and parser; and with a client that replies at once."""
 
 
 def main() -> None:
     kind, count, url = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     with redis.Redis.from_url(url) as client:
-        ledger = Ledger(client, Policy(heartbeat=False), socket_timeout=60.0)
-        actions = _plain(client) | _ledger(ledger) | _flask(ledger)
+        is_own = kind.startswith(OWN)
+        replayed = is_own and ("replay" in kind)
+        used = instant(REPLAY if replayed else CLAIMED) if is_own else client
+        ledger = Ledger(used, Policy(heartbeat=False), socket_timeout=60.0)
+        all_of_it = _plain(client) | _ledger(ledger) | _flask(ledger)
+        actions = _redis_py(client) if kind.startswith(REDIS_PY) else all_of_it
+        kind = kind.removeprefix(OWN).removeprefix(REDIS_PY)
         stored = ledger.claim("acct_1", "stored", FINGERPRINT)
         if isinstance(stored, Reservation):
             ledger.complete(stored, RESPONSE)

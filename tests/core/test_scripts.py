@@ -58,6 +58,13 @@ KEYWORDS = {
 
 every_script = pytest.mark.parametrize("script", load().values(), ids=load())
 
+OF_ROWS = {name: script for name, script in load().items() if name != "survey"}
+"""Scripts of one row. `survey` has many, and is for people who look at them."""
+
+every_script_of_a_row = pytest.mark.parametrize("script", OF_ROWS.values(), ids=OF_ROWS)
+
+READ_ONLY = {"read", "survey"}
+
 
 def header(script: Script) -> dict[str, list[str]]:
     """The blocks of the header by their names; the first line under "title"."""
@@ -113,6 +120,10 @@ def test_a_header_has_its_blocks_in_order_and_begins_with_the_name(script: Scrip
 def test_every_argument_is_documented_in_order_and_named_in_a_local(script: Script, table: str) -> None:
     documented = arguments(header(script)[table])
     source = body(script)
+    if (script.name, table) == ("survey", "KEYS"):
+        assert re.findall(r"^.*\bKEYS\b.*$", source, re.M) == ["local rows = KEYS"]
+        assert [line.split()[:2] for line in header(script)["KEYS"]] == [["1..", "rows"]]
+        return
 
     assert [number for number, _ in documented] == list(range(1, len(documented) + 1))
     assert len(documented) == len(header(script)[table])
@@ -135,7 +146,7 @@ def test_every_reply_is_documented_and_every_documented_reply_can_come(script: S
 
 @every_script
 def test_every_reply_repeats_the_token_of_its_call(script: Script) -> None:
-    token = "token" if script.name == "read" else "owner"
+    token = "token" if script.name in READ_ONLY else "owner"
     replies = re.findall(r"(?:return |with_checkpoint\(|reply = )\{(?:'\w+'|outcome), (\w+)", body(script))
 
     assert set(replies) == {token}
@@ -166,7 +177,7 @@ def test_the_header_names_the_fields_that_the_body_writes(script: Script) -> Non
 
     assert written == named
     assert "TTL" in says
-    assert ("PEXPIRE" in source) == (script.name != "read")
+    assert ("PEXPIRE" in source) == (script.name not in READ_ONLY)
 
 
 def test_lease_retention_and_ttl_change_together_in_one_place() -> None:
@@ -190,7 +201,7 @@ def test_the_scripts_call_these_commands_and_no_others() -> None:
         assert len(re.findall(r"redis\.\w+", body(script))) == len(re.findall(r"redis\.p?call\('\w+'", body(script)))
 
 
-@every_script
+@every_script_of_a_row
 def test_a_script_touches_its_one_key_alone(script: Script) -> None:
     source = body(script)
     for command, rest in re.findall(r"redis\.p?call\('(\w+)'(, \w+)?", source):
@@ -198,6 +209,14 @@ def test_a_script_touches_its_one_key_alone(script: Script) -> None:
 
     assert re.findall(r"KEYS\[\d+\]", source) == ["KEYS[1]"]
     assert arguments(header(script)["KEYS"]) == [(1, "row")]
+
+
+def test_the_survey_touches_its_rows_alone() -> None:
+    source = body(load()["survey"])
+
+    assert "for i, row in ipairs(rows) do" in source
+    assert {rest for _, rest in re.findall(r"redis\.p?call\('(\w+)'(, \w+)?", source)} == {", row"}
+    assert {name for name, _ in re.findall(r"redis\.p?call\('(\w+)'(, \w+)?", source)} == {"PTTL", "HMGET"}
 
 
 @every_script

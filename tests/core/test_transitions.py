@@ -65,7 +65,7 @@ def refused(subject: Subject, r: Reservation, transitions: Iterator[Transition] 
 
 def ask(subject: Subject, call: Call[Any]) -> Any:
     """Send one call as a client would that has no ledger."""
-    return call.outcome(subject.client.eval(load()[call.script].text, 1, call.row, *call.args), time.monotonic())
+    return call.decode(subject.client.eval(load()[call.script].text, 1, call.row, *call.args), time.monotonic())
 
 
 # The answer
@@ -266,7 +266,7 @@ def claim_at(subject: Subject, age: int) -> object:
             transaction.eval(load()["claim"].text, 1, call.row, *call.args)
             transaction.pttl(call.row)
             _, reply, left = transaction.execute()
-        return call.outcome(reply, time.monotonic()) if left == ttl else None
+        return call.decode(reply, time.monotonic()) if left == ttl else None
 
     return wait_until(asked)
 

@@ -6,12 +6,15 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 from idemredis import FencedOut, InProgress, Ledger, Policy, Replay, Reservation, StoredResponse
 from tests.support.clock import SLACK, expires_at, in_progress
 from tests.support.moved_clock import MovedServer, moved_server
+from tests.support.servers import start
 from tests.support.started import Servers
 from tests.support.subject import MakeSubject, Mode, Subject
 from tests.support.waiting import wait_until
@@ -133,6 +136,31 @@ def test_forward_past_the_retention_the_row_is_gone_and_the_late_result_is_refus
         subject.complete(a, FIRST)
 
     assert subject.claimed(*ROW).generation == 1
+
+
+def test_after_a_failover_to_a_replica_5_s_ahead_a_shorter_lease_is_taken_over_at_once_and_the_default_holds(
+    make_subject: MakeSubject, server: MovedServer, tmp_path: Path
+) -> None:
+    """The README's row: `held` goes by the local clock, and the new primary's clock decides."""
+    quick = ("--repl-diskless-sync-delay", "0")
+    with ExitStack() as stack:
+        primary = start(server.kind, tmp_path, *quick)
+        stack.callback(primary.stop)
+        new = stack.enter_context(server.client())
+        new.replicaof("127.0.0.1", primary.port)
+        with primary.client() as old:
+            wait_until(lambda: old.set("probe", 1, px=60_000) and old.wait(1, 500) == 1)
+        server.jump_to(5)
+        before = make_subject("sync", primary, policy=Policy(lease=4.5))
+        short = before.claimed("acct_1", "short", "f")
+        default = before.claimed("acct_1", "default", "f", lease=POLICY.lease)
+        wait_until(lambda: new.exists(short.row, default.row) == 2)
+        new.replicaof("NO", "ONE")
+        after = make_subject("sync", server)
+        assert after.claimed("acct_1", "short", "f").generation == 2
+        assert short.held
+        assert in_progress(after.claim("acct_1", "default", "f"), POLICY.lease - 5.0)
+        assert default.held
 
 
 def test_no_result_is_stored_twice_while_the_clock_jumps(server: MovedServer, namespace: str) -> None:

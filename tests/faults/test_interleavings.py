@@ -153,7 +153,7 @@ class World:
 
     def served(self, i: int) -> None:
         flow, call = self.actors.pop(i)
-        self.go_on(flow, call.outcome(self.execute(call), self.now / 1000))
+        self.go_on(flow, call.decode(self.execute(call), self.now / 1000))
 
     def lost_reply(self, i: int) -> None:
         flow, call = self.actors.pop(i)

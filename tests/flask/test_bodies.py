@@ -166,6 +166,20 @@ def test_nothing_is_written_of_a_body_over_flasks_own_limit(site: Site) -> None:
         assert site.send(data=BIG).status_code == 413
 
 
+def test_a_stream_that_the_application_kept_before_the_claim_is_at_its_end_afterwards(site: Site) -> None:
+    kept: list[Any] = []
+    site.app.before_request(lambda: kept.append(request.environ["wsgi.input"]))
+
+    def view() -> str:
+        assert kept[0].read() == b""
+        return request.get_data(as_text=True)
+
+    site.view(view, "/things")
+    answer = site.send(path="/things", data=b"first\nsecond\n")
+    assert answer.text == "first\nsecond\n"
+    assert site.row()["fingerprint"].decode() == fingerprint_request("POST", "/things", {}, b"first\nsecond\n")
+
+
 # No room
 
 

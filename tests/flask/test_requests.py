@@ -260,14 +260,15 @@ def test_a_body_of_any_size_is_hashed_and_handed_on_whole(
 
 
 @pytest.mark.parametrize("terminated", [False, True])
-@pytest.mark.parametrize("per_request", [False, True])
-def test_a_body_over_the_applications_limit_is_413_and_claims_nothing(
-    terminated: bool, per_request: bool, site: Site
-) -> None:
-    if per_request:
-        site.app.before_request(lambda: setattr(request, "max_content_length", 100_000))
-    else:
-        site.app.config["MAX_CONTENT_LENGTH"] = 100_000
+@pytest.mark.parametrize("where", ["config", "request", "class"])
+def test_a_body_over_the_applications_limit_is_413_and_claims_nothing(terminated: bool, where: str, site: Site) -> None:
+    match where:
+        case "config":
+            site.app.config["MAX_CONTENT_LENGTH"] = 100_000
+        case "request":
+            site.app.before_request(lambda: setattr(request, "max_content_length", 100_000))
+        case "class":
+            site.app.request_class = type("Limited", (Request,), {"max_content_length": 100_000})
     overrides = {"wsgi.input_terminated": True, "HTTP_TRANSFER_ENCODING": "chunked"} if terminated else {}
     assert site.send(data=b"x" * 100_001, environ_overrides=overrides).status_code == 413
     assert (site.runs, site.rows()) == ([], {})

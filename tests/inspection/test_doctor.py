@@ -16,6 +16,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from idemredis import AsyncLedger, Ledger, Policy, Reservation, StoredResponse
+from idemredis.events import digest
 from idemredis.inspection.diagnosis import Report, Server, TTLs, client_findings, clock_finding, server_findings
 from idemredis.store.nodes import primaries
 from tests.support import servers
@@ -162,8 +163,10 @@ def test_rows_that_never_expire_or_are_of_another_version_are_found(
     assert "status is unknown" in of(report, "rows").reason
     assert run("doctor").code == 1
     assert run("stats", "--json").json["lasting"] == 1
-    assert "HGET ROW retention" in of(report, "expiry").fix
-    place.client.pexpire(lasting, int(place.client.hget(lasting, "retention")))
+    assert of(report, "expiry").fix.endswith(f" --namespace {namespace} show --digest {digest(lasting)}")
+    restoring = run("show", "--digest", digest(lasting)).err.split("to let it expire:\n")[1]
+    assert restoring.split()[-3:] == ["PEXPIRE", lasting, "86400000"]
+    place.client.execute_command(*restoring.split()[-3:])
 
     lasting = f"{namespace}:a:k3"  # without its TTL a pending row has no clock
     place.client.persist(lasting)
@@ -337,3 +340,40 @@ def test_a_check_leaves_no_trace_in_a_ledgers_events(valkey_server: servers.Serv
         assert isinstance(r, Reservation)
         ledger.complete(r, StoredResponse(204))
     assert [event.name for event in told] == ["claimed", "completed"]
+
+
+@pytest.mark.slow
+def test_a_sample_among_very_many_foreign_keys_takes_few_calls_and_says_what_it_saw(
+    real_server: servers.Server, namespace: str
+) -> None:
+    with real_server.client(socket_timeout=30.0) as client:
+        for first in range(0, 500_000, 50_000):
+            client.eval(
+                "for i = ARGV[1], ARGV[2] do redis.call('SET', 'foreign:' .. i, '') end", 0, first, first + 49_999
+            )
+        ledger = Ledger(client, namespace=namespace)
+        client.config_resetstat()
+        report = ledger.check(sample=20)
+        used: Any = client.info("commandstats")
+        client.flushall()
+        ledger.close()
+    assert of(report, "rows").reason == "there are no rows among the first 10,000 keys"
+    assert used["cmdstat_scan"]["calls"] == 20
+    outside_scripts = ("scan", "ping", "info", "config|get", "evalsha", "eval", "memory|usage", "del")
+    assert sum(used.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in outside_scripts) < 80
+
+
+def test_a_sample_is_as_large_as_asked_and_says_how_many_keys_it_saw(
+    valkey_server: servers.Server, namespace: str
+) -> None:
+    with valkey_server.client() as client:
+        ledger = Ledger(client, namespace=namespace)
+        for i in range(1500):
+            ledger.claim("a", f"k{i}", "f")
+        assert of(ledger.check(sample=20), "rows").reason == "the first 20 rows (of 500 keys scanned) can be read"
+        assert of(ledger.check(sample=5000), "rows").reason == "all 1500 rows can be read"
+        client.config_resetstat()
+        ledger.check(sample=1000)
+        used: Any = client.info("commandstats")
+        assert used["cmdstat_scan"]["calls"] <= 4
+        ledger.close()

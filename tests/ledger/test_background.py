@@ -479,7 +479,7 @@ def test_observers_are_told_what_happens_to_a_row(
         ("replayed", 2),
         ("claimed", 1),
         ("released", 1),
-        ("taken_over", 2),
+        ("retried", 2),
         ("held_for_review", 2),
         ("failed", 2),
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import random
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -383,33 +384,74 @@ def test_what_a_hung_server_keeps_from_being_stored_is_told_when_the_ledger_clos
 # Cancelled tasks
 
 
-class Swallowing(redis.asyncio.Redis):
-    """A client that goes on when its task is cancelled, as redis-py does on Python 3.11."""
+class Swallowing(redis.asyncio.Connection):
+    """A connection that goes on when its task is cancelled, as `asyncio.wait_for` does on Python 3.11."""
 
-    async def execute_command(self, *args: Any, **options: Any) -> Any:
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        reading = asyncio.ensure_future(super().read_response(*args, **options))
         try:
-            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            return await asyncio.shield(reading)
         except asyncio.CancelledError:
-            return await super().execute_command(*args, **options)  # type: ignore[no-untyped-call]
+            return await reading
 
 
+@pytest.mark.parametrize("call", ["claim", "complete"])
 def test_a_cancellation_that_the_client_swallows_is_a_cancellation_all_the_same(
-    valkey_server: Server, namespace: str, proxy: Proxy
+    valkey_server: Server, namespace: str, proxy: Proxy, call: str
 ) -> None:
     async def main() -> None:
-        ledger = AsyncLedger(Swallowing(port=proxy.port), BUSY, namespace)
-        await ledger.read("acct_1", "k")  # connects
-        proxy.hold()
-        claim = asyncio.create_task(ledger.claim("acct_1", "k", "f"))
+        pool = redis.asyncio.ConnectionPool(connection_class=Swallowing, port=proxy.port)
+        ledger = AsyncLedger(redis.asyncio.Redis(connection_pool=pool), BUSY, namespace, socket_timeout=20.0)
         with valkey_server.client() as look:
-            await until(lambda: look.exists(f"{namespace}:acct_1:k"))
-            claim.cancel()
+
+            def field(name: str) -> bytes | None:
+                value: bytes | None = look.hget(f"{namespace}:acct_1:k", name)
+                return value
+
+            warm = await ledger.claim("acct_1", "warm", "f")  # connects, and the server knows the scripts
+            assert isinstance(warm, Reservation)
+            await ledger.complete(warm, ANSWER)
+            r: Reservation | None = None
+            if call == "complete":
+                outcome = await ledger.claim("acct_1", "k", "f")
+                assert isinstance(outcome, Reservation)
+                r = outcome
+            proxy.hold()
+            task = asyncio.create_task(ledger.claim("acct_1", "k", "f") if r is None else ledger.complete(r, ANSWER))
+            await until(lambda: field("status") == (b"pending" if r is None else b"completed"))
+            task.cancel()
             await asyncio.sleep(0)
             proxy.hold(False)
             with pytest.raises(asyncio.CancelledError):
-                await claim
-            await until(lambda: look.hget(f"{namespace}:acct_1:k", "owner") == b"")
+                await task
+            await until(lambda: r is not None or field("owner") == b"")
         await ledger.close()
-        await ledger.client.aclose()
+        await pool.disconnect()
 
-    asyncio.run(asyncio.wait_for(main(), 20.0))
+    asyncio.run(asyncio.wait_for(main(), 60.0))
+
+
+def test_of_hundreds_of_cancelled_tasks_none_goes_on_and_no_row_stays_held(
+    valkey_server: Server, namespace: str
+) -> None:
+    dice = random.Random(1)
+
+    async def main() -> None:
+        ledger = AsyncLedger.from_url(valkey_server.url, Policy(lease=60.0), namespace, socket_timeout=20.0)
+        await ledger.read("acct_1", "k")
+        cancelled: list[str] = []
+        for turn in range(60):
+            keys = [f"k{turn}-{i}" for i in range(10)]
+            tasks = {key: asyncio.create_task(ledger.claim("acct_1", key, "f")) for key in keys}
+            for _ in range(dice.randrange(20)):  # turns of the loop
+                await asyncio.sleep(0)
+            cancelled += [key for key, task in tasks.items() if task.cancel()]
+            ends = await asyncio.gather(*tasks.values(), return_exceptions=True)
+            for key, end in zip(keys, ends, strict=True):
+                assert isinstance(end, asyncio.CancelledError if key in cancelled else Reservation), (key, end)
+        assert len(cancelled) > 100
+        with valkey_server.client() as look:
+            await until(lambda: not any(look.hget(f"{namespace}:acct_1:{key}", "owner") for key in cancelled))
+        await ledger.close()
+
+    asyncio.run(asyncio.wait_for(main(), 100.0))

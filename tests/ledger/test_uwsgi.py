@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.support.processes import mortal
 from tests.support.servers import Server, free_port
 from tests.support.waiting import wait_until
 
@@ -43,7 +44,12 @@ def uwsgi(server: Server, namespace: str, stats: Path, *options: str) -> Iterato
     command += ["--stats", stats, "--die-on-term", "--no-orphans", "--virtualenv", sys.prefix, *options]
     environment = {**os.environ, "LEDGER_URL": server.url, "LEDGER_NAMESPACE": namespace, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        mortal([str(word) for word in command]),
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
         try:
             yield f"http://{address}"

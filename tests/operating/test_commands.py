@@ -43,9 +43,16 @@ def claimed(ledger: Ledger, *args: Any, **options: Any) -> Reservation:
     return outcome
 
 
-def stale(ledger: Ledger, principal: str, key: str, operation: str = "") -> Reservation:
+def released(ledger: Ledger, principal: str, key: str, operation: str = "") -> Reservation:
     r = claimed(ledger, principal, key, "f", operation)
     ledger.release(r)
+    return r
+
+
+def died(ledger: Ledger, principal: str, key: str, operation: str = "") -> Reservation:
+    """Leave a row as a killed worker leaves it, after its lease has ended."""
+    r = claimed(ledger, principal, key, "f", operation, lease=0.01)
+    ledger.claim(principal, key, "f", operation, wait=5.0, takeover=False)
     return r
 
 
@@ -61,34 +68,37 @@ def test_ls_shows_every_row_with_its_parts_those_first_that_want_a_look(place: P
     ledger.complete(done, ANSWER)
     ledger.fail(claimed(ledger, "acct_1", "failed", "f"), StoredResponse(500))
     claimed(ledger, "acct_2", "running", "f", lease=60)
-    stale(ledger, *ODD)
+    released(ledger, *ODD)
+    died(ledger, "acct_3", "died")
     place.client.set(f"{ledger.namespace}:acct_1:strange", "x", ex=60)
 
-    rows = run("ls", "--json").json
+    rows = run("ls", "--all", "--json").json
     shown = [(row["principal"], row["key"], row["operation"], row["status"], row["generation"]) for row in rows]
     assert shown == [
-        (*ODD, "stale", 1),
+        ("acct_1", "strange", "", "corrupt", 0),
+        ("acct_3", "died", "", "stale", 1),
+        (*ODD, "released", 1),
         ("acct_2", "running", "", "pending", 1),
         ("acct_1", "failed", "", "failed", 1),
         ("acct_1", "done", "", "completed", 1),
-        ("acct_1", "strange", "", "corrupt", 0),
     ]
-    assert 50 < rows[1]["lease"] <= 60
+    assert [row["key"] for row in run("ls", "--json").json] == ["strange", "died", ODD[1], "running"]
+    assert 50 < rows[3]["lease"] <= 60
     assert all(0 < row["ttl"] <= 86400 for row in rows)
-    assert rows[3]["body_bytes"] == len(ANSWER.body)
-    assert rows[4]["why"] == "it is not a hash"
-    table = run("ls").out
+    assert rows[5]["body_bytes"] == len(ANSWER.body)
+    assert rows[0]["why"] == "it is not a hash"
+    table = run("ls", "--all").out
     assert "the secret" not in table
-    assert len({line.index("24 h") for line in table.splitlines()[1:5]}) == 1
+    assert len({line.index("24 h") for line in table.splitlines()[2:]}) == 1
 
 
 def test_ls_narrows_down_by_principal_status_digest_and_number(place: Place, run: Run, ledger: Ledger) -> None:
     for principal in ("a*", "ab", "abc"):
         claimed(ledger, principal, "one", "f")
-        stale(ledger, principal, "two")
+        released(ledger, principal, "two")
     assert {row["principal"] for row in run("ls", "--principal", "a*", "--json").json} == {"a*"}
     assert {row["principal"] for row in run("ls", "--principal", "ab", "--json").json} == {"ab"}
-    assert {row["key"] for row in run("ls", "--status", "stale", "--json").json} == {"two"}
+    assert {row["key"] for row in run("ls", "--status", "released", "--json").json} == {"two"}
     name = digest(f"{ledger.namespace}:ab:two")
     [row] = run("ls", "--digest", name[:8], "--json").json
     assert (row["principal"], row["key"], row["digest"]) == ("ab", "two", name)
@@ -156,22 +166,66 @@ def test_what_is_stored_cannot_steer_a_terminal(place: Place, run: Run, ledger: 
         assert r"c\x1b[2Jd" in run(*words).out
 
 
+EVIL = "\x1b[2J\x07\r\u202e"
+
+
+def test_no_verb_prints_what_others_wrote_as_it_is(place: Place, run: Run, ledger: Ledger, namespace: str) -> None:
+    """Whoever may write to this Redis can make up every text of a row, and names that are not a row's."""
+    r = claimed(ledger, f"a{EVIL}", "k", "f", f"op{EVIL}", route=f"POST {EVIL}")
+    ledger.checkpoint(r, f"c{EVIL}", {"data": EVIL})
+    done = claimed(ledger, "a", "done", "f")
+    ledger.complete(done, StoredResponse(201, (("content-type", "text/plain"),), EVIL.encode()))
+    odd = [f"{namespace}:{EVIL}:k", f"{namespace}:a:{EVIL}", f"{namespace}:a:b:c:{EVIL}"]
+    for name in odd:
+        place.client.hset(name, EVIL, EVIL)
+        place.client.expire(name, 60)
+    of_row = ("--operation", f"op{EVIL}")
+    for words in (
+        ("ls",),
+        ("ls", "--status", "corrupt"),
+        ("ls", "--status", "completed"),
+        ("show", f"a{EVIL}", "k", *of_row),
+        ("show", f"a{EVIL}", "k"),
+        ("show", "a", "done", "--body"),
+        ("show", EVIL, "nothing"),
+        ("stats",),
+        ("doctor",),
+        ("release", f"a{EVIL}", "k", *of_row),
+        ("release", f"a{EVIL}", "k", *of_row, "--yes"),
+        ("resolve", f"a{EVIL}", "k", *of_row, "--status", "204", "--yes"),
+        ("resolve", f"a{EVIL}", "k", *of_row, "--status", "204", "--yes"),
+        ("forget", f"a{EVIL}", "k", *of_row),
+        ("forget", f"a{EVIL}", "k", *of_row, "--yes"),
+        ("forget", f"a{EVIL}", "k", *of_row, "--yes"),
+        *(("ls", "--json", "--status", status) for status in ("corrupt", "completed")),
+        ("scripts", EVIL),
+    ):
+        ran = run(*words)
+        for printed in (ran.out, ran.err):
+            assert all(char.isprintable() or char == "\n" for char in printed), (words, printed)
+    for name in odd:
+        place.client.delete(name)
+
+
 def test_stats_count_rows_and_say_what_a_day_needs(place: Place, run: Run, ledger: Ledger) -> None:
     for i in range(6):
         ledger.complete(claimed(ledger, "a", f"k{i}", "f"), ANSWER)
     claimed(ledger, "a", "running", "f")
-    stale(ledger, "a", "stale")
+    released(ledger, "a", "released")
+    died(ledger, "a", "died")
+    place.client.hset(claimed(ledger, "a", "corrupt", "f").row, "generation", "x")
     told = run("stats", "--json").json
-    assert told["counts"] == {"stale": 1, "pending": 1, "failed": 0, "completed": 6, "corrupt": 0}
-    assert next(iter(told["counts"])) == "stale"
-    assert told["rate"] == pytest.approx(8 / 60)
+    assert told["counts"] == {"corrupt": 1, "stale": 1, "released": 1, "pending": 1, "failed": 0, "completed": 6}
+    assert next(iter(told["counts"])) == "corrupt"
+    assert told["rate"] == pytest.approx(9 / 60)
     assert 0 <= told["oldest_pending"] < 60
+    assert 0 <= told["oldest_stale"] < 60
     if place.kind == "fakeredis":
         assert told["row_bytes"] is None
         assert "bytes per row    unknown" in run("stats").out
     else:
         assert 100 < told["row_bytes"] < 2000
-        assert told["day_bytes"] == pytest.approx(told["row_bytes"] * 8 * 1440)
+        assert told["day_bytes"] == pytest.approx(told["row_bytes"] * 9 * 1440)
 
 
 def test_scripts_are_printed_as_they_are_sent_and_found_by_their_sha(run: Run) -> None:
@@ -197,15 +251,15 @@ def test_on_a_terminal_rows_are_a_coloured_table_and_a_long_scan_says_how_far_it
     valkey_server: Server, namespace: str
 ) -> None:
     with valkey_server.client() as client:
-        stale(Ledger(client, namespace=namespace), "acct_1", "order-1")
+        died(Ledger(client, namespace=namespace), "acct_1", "order-1")
         client.mset({f"other-{i}": "" for i in range(20_000)})
         words = ["--url", valkey_server.url, "--namespace", namespace, "ls"]
         shown = on_a_terminal([sys.executable, "-c", "from idemredis.operating.cli import main; main()", *words])
         client.flushall()
     assert "acct_1" in shown
     assert "\x1b[33mstale" in shown
-    assert re.search(r"scanning .*100%.* of 20,001 names", shown)
-    assert "\x1b[2K" in shown.rpartition("names")[2]
+    assert re.search(r"scanning .*100%.* of 20,001 keys, [0-9,]+/s", shown)
+    assert "\x1b[2K" in shown.rpartition("keys, ")[2]
 
 
 def on_a_terminal(command: list[str]) -> str:
@@ -243,7 +297,7 @@ def changed_meanwhile(ledger: Ledger) -> Callable[[RowSummary], bool]:
 def test_a_row_that_changed_after_it_was_shown_is_left_alone(
     place: Place, ledger: Ledger, action: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    r = stale(ledger, *ODD)
+    r = released(ledger, *ODD)
     agree = changed_meanwhile(ledger)
     seen: list[Any] = []
 
@@ -269,7 +323,7 @@ def test_a_row_that_changed_after_it_was_shown_is_left_alone(
     "words", [("release", "a", "k"), ("resolve", "a", "k", "--status", "201"), ("forget", "a", "k")]
 )
 def test_a_person_who_says_no_changes_nothing(place: Place, run: Run, ledger: Ledger, words: tuple[str, ...]) -> None:
-    r = stale(ledger, "a", "k")
+    r = released(ledger, "a", "k")
     before = whole(place, r)
     ran = run(*words, input="n\n")
     assert ran.code == 1
@@ -355,7 +409,7 @@ def test_each_settling_writes_one_audit_line_without_key_or_principal(
     place: Place, run: Run, ledger: Ledger, tmp_path: Path
 ) -> None:
     log = tmp_path / "audit.log"
-    names = [stale(ledger, "acct_secret", f"key-{i}").identity.row for i in range(3)]
+    names = [released(ledger, "acct_secret", f"key-{i}").identity.row for i in range(3)]
     env = {"IDEMREDIS_AUDIT_LOG": str(log), "USER": "ops", "LOGNAME": "ops"}
     run("release", "acct_secret", "key-0", "--yes", env=env)
     run("resolve", "acct_secret", "key-1", "--status", "204", "--yes", env=env)
@@ -377,7 +431,7 @@ def test_an_audit_line_names_the_kernels_user_and_cannot_be_forged(
     place: Place, run: Run, ledger: Ledger, tmp_path: Path, name: str
 ) -> None:
     log = tmp_path / "audit.log"
-    stale(ledger, "acct_1", "k")
+    released(ledger, "acct_1", "k")
     run("forget", "acct_1", "k", "--yes", env={"IDEMREDIS_AUDIT_LOG": str(log), name: FORGED})
     [line] = log.read_text().splitlines()
     assert re.search(rf"idemredis\.audit forget by {USER}(?: \(SUDO_USER .{{,32}}\))?: row ", line)
@@ -456,7 +510,7 @@ def test_flask_idempotency_has_the_applications_own_ledger(valkey_server: Server
     def flask(*words: str) -> Any:
         return CliRunner().invoke(group, ["idempotency", *words])
 
-    [row] = json.loads(flask("ls", "--json").stdout)
+    [row] = json.loads(flask("ls", "--all", "--json").stdout)
     assert (row["principal"], row["key"], row["status"], row["response_status"]) == (
         "acct_1",
         "order-1",
@@ -464,6 +518,12 @@ def test_flask_idempotency_has_the_applications_own_ledger(valkey_server: Server
         201,
     )
     assert flask("doctor").exit_code == 0
+    refused = flask("release", "--digest", row["digest"])
+    assert refused.stderr.splitlines()[-1] == f"  flask idempotency forget --digest {row['digest']}"
+    strange = f"{namespace}:acct_1:strange"
+    app.extensions["idemredis"].ledger.client.set(strange, "x", px=60_000)
+    assert f"-> flask idempotency forget --digest {digest(strange)}\n" in flask("doctor").stdout
+    assert flask("forget", "--row", strange, "--yes").exit_code == 0
     assert flask("forget", "acct_1", "order-1", "--yes").exit_code == 0
     assert json.loads(flask("ls", "--json").stdout) == []
     app.extensions["idemredis"].ledger.client.close()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from idemredis.operating.tail import Tail, TailEvent
 from idemredis.telemetry import Publisher
 from tests.support.place import Place, Run
 from tests.support.proxy import Proxy
-from tests.support.servers import Server
+from tests.support.servers import Server, start
 from tests.support.waiting import wait_until
 
 ANSWER = StoredResponse(201, (), b"done")
@@ -62,7 +63,7 @@ def test_every_transition_is_seen_in_the_row_itself(place: Place, ledger: Ledger
             ledger.release(r)
             next_is("released")
             again = claimed(ledger, f"acct_{i}", "k")
-            assert next_is("taken_over").generation == 2
+            assert next_is("retried").generation == 2
             (ledger.fail if i else ledger.complete)(again, ANSWER)
             next_is("failed" if i else "completed")
             place.client.delete(r.identity.row)
@@ -268,3 +269,46 @@ def claimed(ledger: Ledger, principal: str, key: str) -> Reservation:
     outcome = ledger.claim(principal, key, "f")
     assert isinstance(outcome, Reservation)
     return outcome
+
+
+@pytest.mark.slow
+def test_it_goes_on_after_the_server_was_started_again(tmp_path: Path, namespace: str) -> None:
+    server = start("valkey", tmp_path / "server")
+    command = [sys.executable, "-u", "-c", "from idemredis.operating.cli import main; main()"]
+    words = ["--url", server.url, "--namespace", namespace, "tail"]
+    with subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        assert process.stdout is not None
+        try:
+            assert "listening" in process.stderr.readline()
+            with server.client() as client:
+                claimed(Ledger(client, namespace=namespace), "a", "before")
+            assert "claimed" in process.stdout.readline()
+            server.kill()
+            assert "connection lost" in process.stderr.readline()
+            server.start()
+            assert "connected again" in process.stderr.readline()
+            with server.client() as client:
+                claimed(Ledger(client, namespace=namespace), "a", "after")
+            assert "claimed" in process.stdout.readline()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(10) == 0
+        finally:
+            process.kill()
+            server.stop()
+
+
+@REAL
+def test_a_retry_after_a_release_is_told_from_a_takeover_after_a_death(
+    place: Place, ledger: Ledger, namespace: str
+) -> None:
+    with tailing(place, namespace) as next_is:
+        for what in ("retried", "taken_over"):
+            first = ledger.claim("a", what, "f", lease=0.3)
+            assert isinstance(first, Reservation)
+            next_is("claimed")
+            if what == "retried":
+                ledger.release(first)
+                next_is("released")
+            assert isinstance(ledger.claim("a", what, "f", wait=5.0), Reservation)
+            assert next_is(what).generation == 2

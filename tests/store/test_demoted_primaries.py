@@ -176,6 +176,7 @@ def test_a_completion_that_a_demoted_primary_refuses_is_stored_on_the_new_one(
         assert subject.claim("acct", "second", "f") == Replay(ANSWER, 1, False)
 
 
+@pytest.mark.slow
 def test_heartbeats_go_on_at_the_new_primary(make_subject: MakeSubject, mode: Mode, address: Address) -> None:
     subject = connected(make_subject, mode, address, policy=Policy(lease=6.0))
     r = subject.claimed("acct", "second", "f")

@@ -29,6 +29,7 @@ MISTAKES: Mapping[str, tuple[str, str]] = {
     "the owner is ignored by renewals": (_HOLDS, "if current[1] == 'pending' and current[2] == generation then"),
     "a takeover does not raise the generation": ("string.format('%.0f', generation + 1)", "generation"),
     "a lease that has not ended is taken over": (_STALE, "lease_left(attempt[5], attempt[6], ttl) >= 0"),
+    "a takeover does not look at the lease": (_STALE, "true"),
     "a lease is compared without its last millisecond": (_STALE, "lease_left(attempt[5], attempt[6], ttl) < 0"),
     "a claim takes a running lease for stale": ("if left > 0 then", "if left < 0 then"),
     "a claim does not know its own row": ("if current_owner == owner then", "if false then"),

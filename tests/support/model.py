@@ -128,12 +128,16 @@ def _claim(
     if row.fingerprint != fingerprint:
         return row, (b"reused", owner)
     if row.answer is not None:
-        return row, (b"replay", owner, row.status.encode(), b"%d" % row.generation, *row.answer)
+        *response, omitted = row.answer
+        unusual = (omitted, row.status.encode()) if omitted or row.status == "failed" else ()
+        return row, (b"replay", owner, b"%d" % row.generation, *response, *unusual)
     if row.owner == owner:
         again = _restarted(row, now, retention)._replace(lease=int(lease))
         return again, _with_checkpoint(b"claimed", owner, again)
     left = _lease_left(row, now)
-    return row, (b"in_progress", owner, left) if left > 0 else _with_checkpoint(b"stale", owner, row)
+    if left > 0:
+        return row, (b"in_progress", owner, left)
+    return row, _with_checkpoint(b"stale", owner, row, int(row.owner == b""))
 
 
 def _takeover(
@@ -220,9 +224,9 @@ def _fault(row: Row) -> bytes:
     return b"it is pending and has no TTL" if row.lasting and row.status == "pending" else b""
 
 
-def _with_checkpoint(word: bytes, token: bytes, row: Row) -> Reply:
+def _with_checkpoint(word: bytes, token: bytes, row: Row, *facts: int) -> Reply:
     generation = b"%d" % row.generation
     if row.checkpoint is None:
-        return word, token, generation
+        return word, token, generation, *facts
     name, data, sequence = row.checkpoint
-    return word, token, generation, name, data, b"%d" % sequence
+    return word, token, generation, *facts, name, data, b"%d" % sequence

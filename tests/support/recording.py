@@ -74,21 +74,66 @@ class Recording(Mapping[str, Script]):
         """Record a call with its reply, and return the reply; an error of the server means that it did not run."""
         if words[0] not in SCRIPTS or isinstance(reply, ResponseError):
             return reply
-        _, script, _, row, *args, call = words
-        sha = script.decode() if words[0] == b"EVALSHA" else hashlib.sha1(script, usedforsecurity=False).hexdigest()
+        _, _, _, row, *args, call = words
         known = tuple(int(arg) if arg.isdigit() and len(arg) < LONGEST_NUMBER else arg.decode() for arg in args)
-        entry = Entry(row.decode(), self._names[sha], known, self._starts[call], math.inf, None, None, call.decode())
+        entry = Entry(row.decode(), self.name_of(words), known, self._starts[call], math.inf, None, None, call.decode())
         if not isinstance(reply, BaseException):
             *seen, reply = reply
             entry = entry._replace(end=time.monotonic(), reply=tuple(reply), seen=Seen(*seen))
         self.entries.append(entry)
         return reply
 
+    def name_of(self, words: Words) -> str:
+        """Return which script a call runs."""
+        sha = words[1].decode()
+        if words[0] == b"EVAL":
+            sha = hashlib.sha1(words[1], usedforsecurity=False).hexdigest()
+        return self._names[sha]
+
+    def run(self, client: redis.Redis, script: str, row: bytes, *args: str | bytes | int) -> None:
+        """Run a script on the server, without the proxy, and record it."""
+        plain = ("EVAL", self[script].text, 1, row, *args)
+        words = self.sent(tuple(word if isinstance(word, bytes) else str(word).encode() for word in plain))
+        self.replied(words, client.execute_command(*words))  # type: ignore[no-untyped-call]
+
     def vanish(self, client: redis.Redis, row: str) -> None:
         """Delete the row on the server, without the proxy."""
         start = time.monotonic()
         gone = client.delete(row)
         self.entries.append(Entry(row, VANISH, (), start, time.monotonic(), (b"%d" % gone,), None))
+
+
+class Racing:
+    """Between a client and its recording: often a stale row changes just before its takeover arrives.
+
+    Its owner renews the lease; or the row vanishes, is claimed with another fingerprint, and becomes stale again.
+    """
+
+    def __init__(self, near: redis.Redis, recording: Recording, clock: Clock, dice: random.Random) -> None:
+        self._near = near
+        self._recording = recording
+        self._clock = clock
+        self._dice = dice
+
+    def sent(self, words: Words) -> Words:
+        if words[0] in SCRIPTS and self._recording.name_of(words) == "takeover":
+            self._race(words)
+        return self._recording.sent(words)
+
+    def replied(self, words: Words, reply: Any) -> Any:
+        return self._recording.replied(words, reply)
+
+    def _race(self, words: Words) -> None:
+        _, _, _, row, generation, _, fingerprint, lease, retention, *_ = words
+        match self._dice.choice(("none", "renew", "another")):
+            case "renew":
+                if owner := self._near.hget(row.decode(), "owner"):  # "" once it was released
+                    self._recording.run(self._near, "renew", row, generation, owner, lease, retention)
+            case "another":
+                other = b"g" if fingerprint == b"f" else b"f"
+                self._recording.vanish(self._near, row.decode())
+                self._recording.run(self._near, "claim", row, secrets.token_hex(8), other, lease, retention, 0, "")
+                self._clock.turn(POLICY.lease)
 
 
 def settled(near: redis.Redis, namespace: str, entries: Sequence[Entry]) -> list[Entry]:
@@ -133,7 +178,7 @@ def play(
     """
     game = _Game(near, namespace, seed, rounds, how.get("scripts", load()))
     far = redis.Redis(port=port, socket_timeout=TIMEOUT, retry=Retry(NoBackoff(), 0))
-    tap(far, how.get("tap", lambda recording: recording)(game.recording))
+    tap(far, how.get("tap", game.racing)(game.recording))
     ledger = Ledger(far, POLICY, namespace, scripts=game.recording)
     failures: list[BaseException] = []
 
@@ -185,7 +230,7 @@ def play_async(
     async def main() -> None:
         retry = redis.asyncio.retry.Retry(NoBackoff(), 0)
         far = redis.asyncio.Redis(port=port, socket_timeout=TIMEOUT, retry=retry)
-        tap(far, game.recording)
+        tap(far, game.racing(game.recording))
         ledger = AsyncLedger(far, POLICY, namespace, scripts=game.recording)
         await asyncio.gather(*(work(ledger, number) for number in range(workers)))
         await ledger.close()
@@ -212,6 +257,10 @@ class _Game:
         self._namespace = namespace
         self._seed = seed
         self._rounds = rounds
+
+    def racing(self, recording: Recording) -> Racing:
+        """Return what makes takeovers of this game race."""
+        return Racing(self._near, recording, self.clock, random.Random(f"{self._seed}/races"))
 
     def steps(self, number: int) -> Generator[tuple[Any, ...], Any, None]:
         dice = random.Random(f"{self._seed}/{number}")
@@ -246,7 +295,5 @@ class _Game:
         """Read each row once more, and return all recorded calls."""
         for key in KEYS:
             call = operations.claim(identify(self._namespace, "acct", key), "last", "f", 1.0, 6000.0, 0.0, "")
-            plain = ("EVAL", self.recording[call.script].text, 1, call.row, *call.args)
-            words = self.recording.sent(tuple(str(word).encode() for word in plain))
-            self.recording.replied(words, self._near.execute_command(*words))  # type: ignore[no-untyped-call]
+            self.recording.run(self._near, call.script, call.row.encode(), *call.args)
         return self.recording.entries

@@ -26,7 +26,7 @@ from idemredis.core.outcomes import Outcome
 from idemredis.core.settle import Ending
 from idemredis.flask import Idempotency, current_reservation
 
-__all__ = ["KINDS", "LET_GO", "PRINCIPAL", "Setup"]
+__all__ = ["KINDS", "LET_GO", "PRINCIPAL", "SETUP", "Mortal", "Setup"]
 
 KINDS = ("gunicorn-sync", "gunicorn-gthread", "gunicorn-gevent", "waitress", "uwsgi", "werkzeug", "gevent")
 """Servers; "uwsgi" has what docs/flask.md has for chunked bodies, and "uwsgi-bare" does not. "uwsgi-gevent" patches the
@@ -38,7 +38,7 @@ PRINCIPAL = "acct-secret-1"
 LET_GO = "let go"
 """Noted by the test of a key whose view, at the path "held", may go on."""
 
-_SETUP = "SERVED_SETUP"
+SETUP = "SERVEDSETUP"
 """Environment variable with the `Setup`, for a server that imports this module itself."""
 
 UNSAFE = ["POST", "PUT", "PATCH", "DELETE"]
@@ -71,24 +71,13 @@ class Setup:
     @property
     def loads(self) -> int:
         """How many processes load the application."""
-        return self.workers if self.kind.startswith("gunicorn") and not self.preload else 1
+        return self.workers if self.kind.startswith(("gunicorn", "uvicorn")) and not self.preload else 1
 
 
-class _MortalLedger(Ledger):
-    """A ledger whose process dies where the key says, once."""
+class Mortal:
+    """What a ledger has whose process dies where the key says, once."""
 
     notes: str
-
-    def claim(self, principal: object, key: str, *args: Any, **kwargs: Any) -> Outcome:
-        outcome = super().claim(principal, key, *args, **kwargs)
-        if isinstance(outcome, Reservation) and outcome.generation == 1:
-            self.die("in-the-claim", key)
-        return outcome
-
-    def settle(self, r: Reservation, ending: Ending) -> None:
-        if r.generation == 1:
-            self.die("before-the-completion", r.key)
-        super().settle(r, ending)
 
     def note(self, key: str, what: str) -> None:
         with open(self.notes, "a") as file:
@@ -101,6 +90,21 @@ class _MortalLedger(Ledger):
         if key.startswith(where):
             self.note(key, f"died {where}")
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class _MortalLedger(Mortal, Ledger):
+    """A ledger whose process dies where the key says, once."""
+
+    def claim(self, principal: object, key: str, *args: Any, **kwargs: Any) -> Outcome:
+        outcome = super().claim(principal, key, *args, **kwargs)
+        if isinstance(outcome, Reservation) and outcome.generation == 1:
+            self.die("in-the-claim", key)
+        return outcome
+
+    def settle(self, r: Reservation, ending: Ending) -> None:
+        if r.generation == 1:
+            self.die("before-the-completion", r.key)
+        super().settle(r, ending)
 
 
 def _create_app(setup: Setup) -> Flask:
@@ -175,7 +179,7 @@ def _create_app(setup: Setup) -> Flask:
 
 def under_uwsgi() -> Any:
     """Return the application; uWSGI calls this in its master process, before it forks its workers."""
-    setup = Setup(**json.loads(os.environ[_SETUP]))
+    setup = Setup(**json.loads(os.environ[SETUP]))
     app = _create_app(setup)
     if setup.kind == "uwsgi":
         app.wsgi_app = _of_document("docs/flask.md", "UwsgiChunks")(app.wsgi_app)  # type: ignore[method-assign]
@@ -213,7 +217,7 @@ def _serve(setup: Setup) -> None:
         words += ["--enable-threads"] if setup.enable_threads else []
         words += ["--gevent", "20", "--gevent-monkey-patch"] if setup.kind == "uwsgi-gevent" else []
         words += ["--threads", str(setup.uwsgi_threads)] if setup.uwsgi_threads > 1 else []
-        os.environ[_SETUP] = json.dumps(asdict(setup))
+        os.environ[SETUP] = json.dumps(asdict(setup))
         os.execv(Path(sys.executable).with_name("uwsgi"), words)
     if setup.kind.startswith("gunicorn"):
         from gunicorn.app.base import BaseApplication  # type: ignore[import-untyped]

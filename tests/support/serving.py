@@ -1,4 +1,4 @@
-"""WSGI servers in processes of their own, which die with the test, and raw HTTP to speak to them."""
+"""WSGI and ASGI servers in processes of their own, which die with the test, and raw HTTP to speak to them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from tests.support.processes import mortal
 from tests.support.served import LET_GO, Setup
 from tests.support.waiting import wait_until
 
-__all__ = ["Answer", "Served", "read_answer"]
+__all__ = ["ASGI_KINDS", "PATIENCE", "Answer", "Served", "read_answer"]
 
 ROOT = Path(__file__).parents[2]
-STARTS_WITHIN = 60.0
-"""Seconds; servers import much, and the machine may be busy."""
+ASGI_KINDS = ("uvicorn", "hypercorn")
+PATIENCE = 60.0
+"""Seconds for a server to start, which imports much, and to answer; the machine may be busy."""
 
 
 class Answer(NamedTuple):
@@ -56,7 +57,7 @@ def read_answer(connection: socket.socket) -> Answer:
 
 
 class Served:
-    """The application of `tests.support.served` behind a server of that kind, on a unix socket.
+    """The application of `tests.support.served`, or of `served_asgi`, behind a server of that kind, on a unix socket.
 
     Attributes:
         process: the server; of gunicorn, the process that starts the workers.
@@ -75,18 +76,19 @@ class Served:
         patched = (
             ["gevent.monkey", "--module"] if self.kind in ("gevent", "gunicorn-gevent") else []
         )  # before anything is imported
-        words = [sys.executable, "-m", *patched, "tests.support.served", json.dumps(asdict(self._setup))]
+        module = "tests.support.served_asgi" if self.kind in ASGI_KINDS else "tests.support.served"
+        words = [sys.executable, "-m", *patched, module, json.dumps(asdict(self._setup))]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(mortal(words), cwd=ROOT, stdout=log, stderr=log)
         try:
-            wait_until(self._is_up, STARTS_WITHIN)
+            wait_until(self._is_up, PATIENCE)
         except BaseException:
             self.close()
             raise
 
     def revive(self) -> None:
         """Start the server anew if it died; gunicorn and uWSGI do that themselves for their workers."""
-        if self.kind in ("waitress", "werkzeug", "gevent"):
+        if self.kind in ("waitress", "werkzeug", "gevent", "hypercorn"):
             self.process.wait(10.0)
             Path(self._setup.address).unlink(missing_ok=True)
             self._start()
@@ -114,7 +116,7 @@ class Served:
 
     def connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(20.0)
+        connection.settimeout(PATIENCE)
         try:
             connection.connect(self._setup.address)
         except OSError:

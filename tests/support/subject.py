@@ -130,6 +130,11 @@ class Subject:
         """Save a checkpoint and extend the lease."""
         self._do("checkpoint", r, name, data)
 
+    def ping(self) -> float:
+        """Return how long a ping took."""
+        seconds: float = self._do("ping")
+        return seconds
+
     def read(self, principal: object, key: str, operation: str = "") -> Row | None:
         """Return the row, or None if there is none."""
         row: Row | None = self._do("read", principal, key, operation)

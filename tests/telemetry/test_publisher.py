@@ -54,6 +54,7 @@ print(publisher.dropped, started.count("idemredis-publisher"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patched", ["first", "last"])
 @pytest.mark.parametrize("before", ["used", "unused"])
 def test_greenlets_publish_whether_gevent_patches_before_or_after_the_publisher_is_made(

@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import REGISTRY, generate_latest
 
-from idemredis import Event, HoldForReview, Ledger, Reservation, StoredResponse
+from idemredis import CorruptRow, Event, HoldForReview, Ledger, Reservation, StoredResponse
 from idemredis.events import EventName, digest
 from idemredis.flask import Idempotency, current_reservation
 from idemredis.telemetry import Telemetry
@@ -105,6 +105,42 @@ def test_outcomes_are_counted_and_reservations_held_go_up_and_down(
         ("fenced", "charge"): 1,
         ("failed", "charge"): 1,
     }
+
+
+def test_a_retry_after_a_release_is_counted_apart_from_a_takeover_after_a_death(
+    make_subject: MakeSubject, mode: Mode, valkey_server: Server, clock: TurnedClock, collected: Collected
+) -> None:
+    subject = make_subject(mode, valkey_server, observers=[collected.observer])
+    subject.release(subject.claimed("acct_1", "released", "f", "charge"))
+    subject.claimed("acct_1", "died", "f", "charge")
+    clock.turn(60)
+    for key in ("released", "died"):
+        subject.claimed("acct_1", key, "f", "charge")
+    assert collected.outcomes() == {
+        ("claimed", "charge"): 2,
+        ("released", "charge"): 1,
+        ("retried", "charge"): 1,
+        ("taken_over", "charge"): 1,
+    }
+
+
+def test_a_corrupt_row_is_an_event_and_a_metric_with_its_digest_and_route(
+    make_subject: MakeSubject,
+    mode: Mode,
+    valkey_server: Server,
+    collected: Collected,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    subject = make_subject(mode, valkey_server, observers=[collected.observer])
+    row = subject.claimed("acct_1", "key-1", "f", "charge").identity.row
+    for spoil, why in ((["fingerprint"], "fingerprint is missing"), (["owner", "status"], "status is missing")):
+        with valkey_server.client() as client:
+            client.hdel(row, *spoil)
+        with pytest.raises(CorruptRow):
+            subject.claim("acct_1", "key-1", "f", "charge", route="POST /charges")
+        assert caplog.messages[-1].startswith(f"corrupt: row {digest(row)} generation 0, POST /charges: ")
+        assert caplog.messages[-1].endswith(f"({why})")
+    assert collected.outcomes()["corrupt", "charge"] == 2
 
 
 def test_labels_are_a_closed_set(collected: Collected) -> None:
@@ -312,6 +348,12 @@ def run_everything(app: Flask) -> None:
     state.ledger.client.delete(r.identity.row)
     with pytest.raises(Exception, match="no longer"):
         state.ledger.complete(r, ANSWER)
+    state.ledger.claim("acct_secret", "key-secret-4", "f", lease=0.01)
+    state.ledger.claim("acct_secret", "key-secret-4", "f", wait=5.0)
+    state.ledger.client.hset(r.identity.row, "status", "perhaps")
+    state.ledger.client.pexpire(r.identity.row, 60_000)
+    with pytest.raises(CorruptRow):
+        state.ledger.claim("acct_secret", "key-secret-3", "f")
     state.ledger.client.close()
 
 
@@ -342,7 +384,9 @@ def test_levels_are_those_that_a_person_on_call_would_choose(
         "replayed": "DEBUG",
         "reused": "DEBUG",
         "released": "DEBUG",
+        "retried": "DEBUG",
         "taken_over": "WARNING",
+        "corrupt": "ERROR",
         "held_for_review": "ERROR",
         "fenced": "ERROR",
     }

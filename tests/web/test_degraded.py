@@ -226,7 +226,8 @@ def test_a_corrupt_row_is_no_trouble_while_observing(make_door: MakeDoor, caplog
     door.store.hset(door.row_name(), "status", "other")
     before = door.rows()
     assert (door.send().text, door.rows()) == ("charge 2", before)
-    assert "a row is corrupt, and its request runs, since it is only observed" in caplog.text
+    assert f"corrupt: row {door.events[-1].digest} generation 0, POST /charges: " in caplog.text
+    assert door.events[-1].observed
 
 
 def test_a_view_that_holds_for_review_is_held_while_observing(make_door: MakeDoor) -> None:

@@ -86,7 +86,7 @@ def test_no_raw_key_or_principal_is_in_any_record_or_event(
         (logging.WARNING, "taken_over: row "),
         (logging.WARNING, "not_stored: row "),
         (logging.WARNING, "unavailable: row "),
-        (logging.ERROR, "a row is corrupt, and its request was not run"),
+        (logging.ERROR, "corrupt: row "),
         (logging.ERROR, "a request runs unprotected"),
     ],
 )

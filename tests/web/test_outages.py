@@ -92,7 +92,7 @@ def test_a_row_of_another_type_is_500_and_stays_as_it_is(
     answer = door.send()
     assert (answer.status_code, answer.get_json()["error"], door.runs) == (500, "idempotency_row_corrupt", [])
     assert door.rows() == before
-    assert "a row is corrupt, and its request was not run" in caplog.text
+    assert f"corrupt: row {door.events[-1].digest} generation 0" in caplog.text
 
 
 def test_redis_dying_in_the_view_costs_the_client_nothing_and_the_answer_is_stored_when_it_is_back(

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from werkzeug.test import TestResponse
 
-from idemredis import FencedOut, HoldForReview, Policy, current_reservation
+from idemredis import FencedOut, HoldForReview, KeyReused, Policy, StoredResponse, current_reservation
+from idemredis.errors import EffectDone
+from idemredis.events import digest
 from tests.support.clock import SLACK, TurnedClock
 from tests.support.doors import MakeDoor
 from tests.support.site import Door, Stream
@@ -455,3 +457,33 @@ def test_what_a_stream_decides_while_it_is_sent_counts(outcome: Any, make_door: 
     else:
         assert (door.row()["status"], door.row()["owner"] == b"") == (b"pending", outcome == "release")
     assert not any(b"SECRET" in value for value in door.row().values())
+
+
+# Effects that were committed before
+
+
+@pytest.mark.parametrize("kind", ["effect", "tombstone", "other request"])
+@pytest.mark.parametrize("mode", ["protected", "unprotected"])
+def test_an_effect_that_was_committed_before_is_the_answer(mode: str, kind: str, make_door: MakeDoor) -> None:
+    door = make_door(REQUIRED=False)
+    made = StoredResponse(201, (("Location", "/7"),), b"made before")
+
+    def view() -> Any:
+        row = digest(current_reservation.row)
+        if kind == "other request":
+            raise KeyReused(row)
+        raise EffectDone(made if kind == "effect" else made.without_body("not_wanted"), row)
+
+    door.view(view)
+    key = "k1" if mode == "protected" else None
+    first, again = door.send(key), door.send(key)
+    if kind == "effect":
+        assert (first.status_code, first.data, first.headers["Location"]) == (201, b"made before", "/7")
+        assert (again.status_code, again.data) == (201, b"made before")
+        assert ("Idempotent-Replayed" in again.headers) == (mode == "protected")
+    else:
+        code = {"tombstone": "idempotency_response_not_stored", "other request": "idempotency_key_reused"}[kind]
+        assert [answer.get_json()["error"] for answer in (first, again)] == [code] * 2
+    assert len(door.runs) == (1 if mode == "protected" and kind != "other request" else 2)
+    if mode == "protected":
+        assert door.row()["status"] == (b"pending" if kind == "other request" else b"completed")

@@ -2,12 +2,32 @@
 // Nothing here knows of the page; copy it.
 
 const STORED = "payment"; // in sessionStorage: a reload finds it again, another tab has its own
+const LOGIN = "account";
 const URL = "/charges";
-const TOKEN = "alice-token"; // fake: yours comes from your login
+const TOKENS = { alice: "alice-token", bob: "bob-token" }; // fake: yours come from your login
 
 const ONE_TRY = 30_000; // milliseconds until a request without an answer counts as lost
 const ALL_TRIES = 90_000;
 const LONGEST_PAUSE = 8_000;
+
+/** Thrown where a payment was begun for another account: a key belongs to its account, so both would be charged. */
+export class AnotherAccount extends Error {
+  constructor({ account }) {
+    super(`This payment was begun by ${account}. Log in as ${account} to finish it.`);
+    this.account = account;
+  }
+}
+
+/** The account that is logged in, and its token. */
+export function login() {
+  const account = sessionStorage.getItem(LOGIN) ?? "alice";
+  return { account, token: TOKENS[account] };
+}
+
+/** Log in as another account. A payment that is not settled stays with the account that began it. */
+export function logIn(account) {
+  sessionStorage.setItem(LOGIN, account);
+}
 
 /** The payment that was begun and not yet settled, or null. */
 export function unsettled() {
@@ -17,9 +37,10 @@ export function unsettled() {
 /** Begin a payment, or go on with the one that is not settled: a second click is not a second payment. */
 export function intend(body) {
   const before = unsettled();
-  if (before) return before;
+  if (before) return checked(before);
+  // The account is kept with the key: after another login, the same key would be another payment.
   // The body is kept as text: a retry must be the same to the byte.
-  const intent = { key: crypto.randomUUID(), body: JSON.stringify(body) };
+  const intent = { account: login().account, key: crypto.randomUUID(), body: JSON.stringify(body) };
   sessionStorage.setItem(STORED, JSON.stringify(intent));
   return intent;
 }
@@ -28,6 +49,7 @@ export function intend(body) {
 export async function send(intent, fetch = window.fetch.bind(window)) {
   const until = Date.now() + ALL_TRIES;
   for (let tries = 1; ; tries++) {
+    checked(intent); // before each try: the login may have changed since the last one
     const answer = await sendOnce(intent, fetch);
     if (answer && !mayBeSentAgain(answer)) {
       settle(intent);
@@ -39,13 +61,18 @@ export async function send(intent, fetch = window.fetch.bind(window)) {
   }
 }
 
+function checked(intent) {
+  if (intent.account !== login().account) throw new AnotherAccount(intent);
+  return intent;
+}
+
 /** The answer, or null where none came: then nobody here knows whether the card was charged. */
 async function sendOnce(intent, fetch) {
   try {
     const answer = await fetch(URL, {
       method: "POST",
       headers: {
-        Authorization: `Bearer ${TOKEN}`,
+        Authorization: `Bearer ${TOKENS[intent.account]}`,
         "Content-Type": "application/json",
         "Idempotency-Key": intent.key, // the same on every try
       },
