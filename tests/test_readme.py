@@ -71,12 +71,15 @@ def test_the_flask_snippet_runs_unprotected_where_the_settings_say_so(settings: 
 
 
 def test_the_support_table_is_what_is_declared() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pythons, flask, client, *_ = table("Install")[0]
+    declared_at_all = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, tested = declared_at_all["project"], declared_at_all["dependency-groups"]["dev"]
+    pythons, flask, client, _, _, fastapi, starlette = table("Install")[0]
     declared = [line.rsplit(" ", 1)[1] for line in project["classifiers"] if re.search(r":: 3\.\d+$", line)]
     lowest = dict(requirement.split(">=") for requirement in project["dependencies"])
     assert pythons.split(", ") == declared
     assert (flask.split()[0], client.split(",")[0]) == (lowest["flask"], lowest["redis"])
+    assert project["optional-dependencies"]["fastapi"] == [f"fastapi>={fastapi.split()[0]}"]
+    assert f"starlette>={starlette.split()[0]}" in tested
 
 
 @pytest.mark.skipif(shutil.which("redis-cli") is None, reason="redis-cli is not installed; the servers here have none")
