@@ -38,14 +38,14 @@ class Peak:
     def __init__(self, pid: int) -> None:
         self._process = Path("/proc") / str(pid)
         (self._process / "clear_refs").write_text("5")  # the peak begins anew
-        self._before = self._read()
+        self._before = self._read("VmRSS")
 
     def more(self) -> int:
         """Return by how many KiB it has grown."""
-        return self._read() - self._before
+        return self._read("VmHWM") - self._before
 
-    def _read(self) -> int:
-        found = re.search(r"^VmHWM:\s+(\d+) kB$", (self._process / "status").read_text(), re.MULTILINE)
+    def _read(self, name: str) -> int:
+        found = re.search(rf"^{name}:\s+(\d+) kB$", (self._process / "status").read_text(), re.MULTILINE)
         assert found is not None
         return int(found[1])
 
