@@ -30,14 +30,13 @@ hypothesis.settings.register_profile("suite", deadline=None)  # the machine may 
 hypothesis.settings.load_profile("suite")
 
 
-SLOW_FOLDERS = {"bench", "demo", "faults", "packaging", "shop"}
+SLOW_FOLDERS = {"bench", "demo", "faults", "packaging", "shop", "sql"}
 SLOW_SERVERS = {"redis", "cluster"}
 SLOW_DOORS = {"thread", "guard"}
-SLOW_FIXTURES = {"broker", "gunicorn", "pair", "served_by", "started_cluster"}
+SLOW_FIXTURES = {"broker", "pair", "served_by", "started_cluster", "workers"}
 
 STARTED_ONCE = (
     "tests/packaging/",
-    "tests/sql/",
     "tests/shop/",
     "tests/faults/test_clock_jumps.py",
     "tests/asgi/test_real_servers.py",

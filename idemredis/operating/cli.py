@@ -23,8 +23,9 @@ from ..errors import (
 )
 from ..store.clients import SOCKET_TIMEOUT
 from ..store.errors import is_denied, is_refusal, is_wrong_password
-from .commands import COMMANDS, EXIT_CODES, Session, note_password
+from .commands import COMMANDS, note_password
 from .interventions import Refused
+from .session import EXIT_CODES, Session
 from .tables import paragraph
 
 __all__ = ["Commands", "audit_log_option", "log_audit", "main"]

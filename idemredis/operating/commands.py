@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import re
 import shlex
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from functools import cached_property
 from typing import Any
 
 import click
 
 from ..core import scripts as lua
-from ..core.keys import Identity, identify, row_prefix
+from ..core.keys import Identity
 from ..core.response import StoredResponse, storable_names
 from ..core.text import escaped
-from ..core.tracebacks import Hidden
 from ..errors import IdempotencyError, LedgerUnavailable
-from ..inspection import doctor, rows, survey
-from ..inspection.rows import ALL_OF_DIGEST, STATUSES, RowSummary, Status
+from ..inspection import doctor, survey
+from ..inspection.rows import STATUSES, RowSummary, Status
 from ..inspection.suggestions import URL_VARIABLE, command_line, redis_cli, where
-from ..ledger import Ledger
-from ..store.clients import client, is_cluster, options
-from ..store.errors import is_refusal
-from ..store.nodes import ask, connect, holder, primaries
+from ..store.clients import is_cluster
+from ..store.nodes import ask, holder, primaries
 from . import acl as acl_lines
 from . import interventions
 from . import tail as tailing
 from .interventions import FINAL_STATUSES
+from .session import COMMANDS, Session, by_digest, command, count_keys, row_command
 from .tables import (
     COLUMNS,
     Column,
@@ -52,13 +46,7 @@ from .tables import (
     size,
 )
 
-__all__ = ["COMMANDS", "EXIT_CODES", "Aborted", "Session", "note_password"]
-
-COMMANDS: list[click.Command] = []
-
-EXIT_CODES = (
-    "Exit codes: 0 done; 1 a problem was found, or the action was refused; 2 server unreachable, or usage error."
-)
+__all__ = ["COMMANDS", "Aborted", "note_password"]
 
 DEFAULT_LIMIT = 100
 """Rows that `ls` lists by default; more do not fit a screen."""
@@ -80,145 +68,10 @@ class Aborted(IdempotencyError):
         super().__init__("aborted; the row was not changed")
 
 
-class Session:
-    """The ledger that the commands use; it connects when a command first needs it.
-
-    Attributes:
-        namespace: first part of the rows' names.
-        chosen: the row that a command is about, as its arguments in a shell; "" if there is none.
-    """
-
-    def __init__(self, url: str, namespace: str, timeout: float) -> None:
-        self.namespace = namespace
-        self.chosen = ""
-        self._url = Hidden(url)
-        self._timeout = timeout
-
-    @cached_property
-    def ledger(self) -> Ledger:
-        """The ledger."""
-        return Ledger(connect(self._url.value, self._timeout), namespace=self.namespace)
-
-    def change(self, *, url: str | None = None, namespace: str | None = None, timeout: float | None = None) -> None:
-        """Use another server, namespace or timeout; before the first use of the ledger."""
-        self._url = self._url if url is None else Hidden(url)
-        self._timeout = self._timeout if timeout is None else timeout
-        self.namespace = self.namespace if namespace is None else namespace
-
-    @property
-    def command(self) -> str:
-        """The beginning of a command for this ledger that can be pasted into a shell."""
-        return command_line(self.ledger.client, self.namespace)
-
-    @property
-    def client_options(self) -> dict[str, Any]:
-        """What the client's connections are made of; known even if no server can be reached."""
-        return options(self.ledger.client if "ledger" in self.__dict__ else client(self._url.value, self._timeout))
-
-    def close(self) -> None:
-        """Close the connections that this session opened."""
-        if "ledger" in self.__dict__:
-            self.ledger.close()
-            self.ledger.client.close()
-
-    def identity(self, principal: str, operation: str, key: str) -> Identity:
-        """Return the identity of a row."""
-        return identify(self.namespace, principal, key, operation)
-
-
-def _command(*options: Callable[[Any], Any]) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a command with these options and `--json`, and add it to `COMMANDS`."""
-
-    def decorate(function: Callable[..., None]) -> click.Command:
-        decorated: Any = click.pass_obj(function)
-        for option in (click.option("--json", "as_json", is_flag=True, help="Print JSON."), *reversed(options)):
-            decorated = option(decorated)
-        command = click.command(function.__name__.rstrip("_"), epilog=EXIT_CODES)(decorated)
-        COMMANDS.append(command)
-        return command
-
-    return decorate
-
-
 _YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 
-_WHICH = (
-    click.argument("principal", default=""),
-    click.argument("key", default=""),
-    click.option("--operation", default="", help="Operation of the row, if it has one."),
-    click.option("--digest", default="", help="The row with this digest, as in logs and events, in place of its key."),
-    click.option(
-        "--row", "name", default="", metavar="NAME", help="The row with this name in Redis, in place of its key."
-    ),
-)
 
-
-def _row_command(*options: Callable[[Any], Any]) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a command about one row: by principal and key, by digest, or by its name in Redis."""
-
-    def decorate(function: Callable[..., None]) -> click.Command:
-        @functools.wraps(function)
-        def run(
-            session: Session, principal: str, key: str, operation: str, digest: str, name: str, **given: Any
-        ) -> None:
-            identity = _chosen(session, principal, key, operation, digest, name)
-            try:
-                function(session, identity=identity, **given)
-            except interventions.NoSuchRow as error:
-                if identity.key and not digest and not name:
-                    raise interventions.NoSuchRow(_elsewhere(session, identity, str(error))) from None
-                raise
-
-        return _command(*_WHICH, *options)(run)
-
-    return decorate
-
-
-def _chosen(session: Session, principal: str, key: str, operation: str, digest: str, name: str) -> Identity:
-    """Return the identity of the row that the arguments name."""
-    ways = [bool(principal or key), bool(digest), bool(name)]
-    if sum(ways) != 1 or (ways[0] and not key) or (operation and not ways[0]):
-        raise click.UsageError("name one row: PRINCIPAL KEY [--operation NAME], or --digest DIGEST, or --row NAME")
-    if digest:
-        session.chosen = f"--digest {shlex.quote(digest)}"
-        return _by_digest(session, digest)
-    if name:
-        session.chosen = f"--row {shlex.quote(name)}"
-        if not name.startswith(row_prefix(session.namespace)):
-            raise click.BadParameter(f"it is not in the namespace {session.namespace!r}", param_hint="--row")
-        return rows.identity_of(name)
-    words = ["--operation", operation] if operation else []
-    words += ["--"] if principal.startswith("-") or key.startswith("-") else []
-    session.chosen = shlex.join([*words, principal, key])
-    return session.identity(principal, operation, key)
-
-
-def _by_digest(session: Session, digest: str) -> Identity:
-    if not re.fullmatch(f"[0-9a-f]{{4,{ALL_OF_DIGEST}}}", digest):
-        raise click.BadParameter(f"a digest has {ALL_OF_DIGEST} hex digits; 4 or more will do", param_hint="--digest")
-    with scanning(_count_keys(session)) as advance:
-        found = rows.find_digest(session.ledger.client, session.namespace, digest, advance)
-    if not found:
-        raise interventions.NoSuchRow(
-            f"no row has the digest {digest}: it has expired, or is not in namespace {session.namespace!r} in "
-            f"{where(session.ledger.client)}"
-        )
-    if len(found) > 1:
-        raise interventions.Refused(f"{len(found)} rows have a digest that begins with {digest}; give more digits")
-    return rows.identity_of(found[0])
-
-
-def _elsewhere(session: Session, identity: Identity, message: str) -> str:
-    """Return the message that there is no such row, with the operations under which its key exists."""
-    operations = rows.find_operations(session.ledger.client, session.namespace, identity.principal, identity.key)
-    if not operations:
-        return message
-    names = [f"with --operation {shlex.quote(name)}" if name else "without --operation" for name in operations]
-    asked = f"with operation {identity.operation!r}" if identity.operation else "without an operation"
-    return f"there is no such row {asked}; this key exists {' and '.join(names)}"
-
-
-@_command(
+@command(
     click.option("--principal", default="", help="Only rows of this principal."),
     click.option("--status", type=click.Choice(STATUSES), help="Only rows with this status."),
     click.option("--all", "everything", is_flag=True, help="Finished rows too, after all others."),
@@ -237,11 +90,11 @@ def ls(
     listed with --all or --status.
     """
     if digest:
-        found = interventions.find(session.ledger, _by_digest(session, digest).row)
+        found = interventions.find(session.ledger, by_digest(session, digest).row)
         _list([found] if found else [], as_json)
         return
     wanted = frozenset([status] if status else STATUSES) - (frozenset() if status or everything else survey.FINISHED)
-    keys = _count_keys(session)
+    keys = count_keys(session)
     began = time.monotonic()
     with scanning(keys) as advance:
         listing = survey.worst(
@@ -280,7 +133,7 @@ def _note(
         click.echo("none of them is to be listed; use --all for finished rows", err=True)
 
 
-@_row_command(
+@row_command(
     click.option("--body", is_flag=True, help="Print the stored body too; it may have the client's private data."),
     click.option("--downstream", metavar="NAME", help="Print the row's downstream key for the service NAME."),
 )
@@ -329,10 +182,10 @@ def _suggest_for_strange(session: Session, summary: RowSummary) -> None:
         click.echo(f"to let it expire:\n  {cli} PEXPIRE {name} {milliseconds}", err=True)
 
 
-@_command()
+@command()
 def stats(session: Session, as_json: bool) -> None:
     """Count rows by status, and estimate the memory they need."""
-    keys = _count_keys(session)
+    keys = count_keys(session)
     with scanning(keys) as advance:
         totals = survey.stats(session.ledger.client, session.namespace, advance)
     if as_json:
@@ -357,7 +210,7 @@ def stats(session: Session, as_json: bool) -> None:
         note_password(session.command)
 
 
-@_row_command(_YES)
+@row_command(_YES)
 def release(session: Session, as_json: bool, identity: Identity, yes: bool) -> None:
     """End the lease of the attempt that holds a row.
 
@@ -374,7 +227,7 @@ def _final(context: click.Context, parameter: click.Parameter, status: int) -> i
     return status
 
 
-@_row_command(
+@row_command(
     click.option("--status", type=int, callback=_final, required=True, help="Status of the response, from 200 to 599."),
     click.option("--body-file", type=click.File("rb"), help="File with the body; - for stdin."),
     click.option("--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="A header; may be repeated."),
@@ -400,7 +253,7 @@ def resolve(
     _print_result(done, as_json, "completed", f"every retry gets status {status} from now on, and nothing runs")
 
 
-@_row_command(_YES)
+@row_command(_YES)
 def forget(session: Session, as_json: bool, identity: Identity, yes: bool) -> None:
     """Delete a row that no attempt holds.
 
@@ -411,7 +264,7 @@ def forget(session: Session, as_json: bool, identity: Identity, yes: bool) -> No
     _print_result(done, as_json, "forgotten", "a retry runs the operation again, at generation 1")
 
 
-@_command(
+@command(
     click.option("--verbose", is_flag=True, help="Print renewals too."),
     click.option("--seconds", type=click.FloatRange(0), help="Stop after this time; default: at Ctrl-C."),
 )
@@ -452,7 +305,7 @@ def _listen_again(session: Session, until: float | None) -> tailing.Tail | None:
     return None
 
 
-@_command(click.argument("name", default=""))
+@command(click.argument("name", default=""))
 def scripts(session: Session, as_json: bool, name: str) -> None:
     """List the Lua scripts, or print one.
 
@@ -477,7 +330,7 @@ def scripts(session: Session, as_json: bool, name: str) -> None:
     raise click.BadParameter(f"there is no script {name!r}; the scripts are {', '.join(loaded)}", param_hint="NAME")
 
 
-@_command(click.option("--cluster", is_flag=True, help="Print the lines for a cluster, even if none can be reached."))
+@command(click.option("--cluster", is_flag=True, help="Print the lines for a cluster, even if none can be reached."))
 def acl(session: Session, as_json: bool, cluster: bool) -> None:
     """Print the ACL SETUSER lines for each user.
 
@@ -502,7 +355,7 @@ def acl(session: Session, as_json: bool, cluster: bool) -> None:
         click.echo(f"# {user.what_for}\n{user.line()}\n")
 
 
-@_command(
+@command(
     click.option("--read-only", is_flag=True, help="Do not run the scripts on scratch rows."),
     click.option(
         "--sample", type=click.IntRange(0), default=DEFAULT_SAMPLE, show_default=True, help="Rows to check at most."
@@ -591,15 +444,3 @@ def _response(status: int, body: bytes, headers: tuple[str, ...]) -> StoredRespo
             raise click.UsageError("the body is not JSON; add its type with --header 'Content-Type: …'") from None
         pairs.append(("Content-Type", "application/json"))
     return StoredResponse(status, tuple(pairs), body)
-
-
-def _count_keys(session: Session) -> int:
-    """Return the number of keys on all servers; servers that refuse DBSIZE are not counted."""
-    total = 0
-    for node in primaries(session.ledger.client):
-        try:
-            total += ask(node, "DBSIZE")
-        except LedgerUnavailable as error:
-            if not is_refusal(error.__cause__):
-                raise
-    return total

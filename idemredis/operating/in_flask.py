@@ -9,7 +9,8 @@ from flask.cli import with_appcontext
 from ..ledger import Ledger
 from ..store.clients import SOCKET_TIMEOUT
 from .cli import Commands, audit_log_option, log_audit
-from .commands import COMMANDS, EXIT_CODES, Session
+from .commands import COMMANDS
+from .session import EXIT_CODES, Session
 from .tables import Column, print_json, show_table
 
 __all__ = ["commands"]

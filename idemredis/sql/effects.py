@@ -211,9 +211,8 @@ class Effects:
             check_dialect(session.get_bind(clause=statement).dialect)
             connection = session.connection(bind_arguments={"clause": statement})
             check_transactional(connection)
-            connection.execute(
-                statement, values(r, response)
-            )  # not the session, which would flush the application's objects now
+            # Not by the session, which would flush the application's objects now.
+            connection.execute(statement, values(r, response))
         except DBAPIError as error:
             abandon(session)
             error.hide_parameters = True  # the row's name has the principal and the key

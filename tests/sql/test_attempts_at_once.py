@@ -16,9 +16,13 @@ from tests.support.orders import Orders, prepared
 from tests.support.subject import Mode
 from tests.support.waiting import wait_until
 
-LEVELS = [
-    *((kind, level) for kind in ("postgresql", "mariadb") for level in ("READ COMMITTED", "REPEATABLE READ")),
-    *((kind, "SERIALIZABLE") for kind in KINDS),  # SQLite has no other
+LEVELS: list[tuple[Mode, str, str]] = [
+    *(("sync", kind, level) for kind in ("postgresql", "mariadb") for level in ("READ COMMITTED", "REPEATABLE READ")),
+    *(("sync", kind, "SERIALIZABLE") for kind in KINDS),  # SQLite has no other
+    ("async", "postgresql", "READ COMMITTED"),
+    ("async", "postgresql", "SERIALIZABLE"),
+    ("async", "mariadb", "REPEATABLE READ"),
+    ("async", "sqlite", "SERIALIZABLE"),
 ]
 PATIENCE = 60.0
 
@@ -59,8 +63,8 @@ def pool() -> Iterator[concurrent.futures.ThreadPoolExecutor]:
 
 
 @pytest.fixture(params=LEVELS, ids="-".join)
-def isolated(request: pytest.FixtureRequest, databases: Databases, mode: Mode) -> Iterator[Orders]:
-    kind, isolation = request.param
+def isolated(request: pytest.FixtureRequest, databases: Databases) -> Iterator[Orders]:
+    mode, kind, isolation = request.param
     orders = Orders(mode, prepared(databases, kind), isolation)
     yield orders
     orders.database.assert_none_is_left_open()
