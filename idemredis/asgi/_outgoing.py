@@ -76,7 +76,7 @@ class Outgoing:
             await self._forward(message)
 
     async def finish(self, error: BaseException | None) -> bool:
-        """Settle the row, if it is not settled, after the application has ended; return True if its error is handled."""
+        """Settle the row, if it is not settled, when the application has ended; return True if its error is handled."""
         recorder = self.recorder
         if self.made is not None:
             await self._send_made(None)
