@@ -44,11 +44,16 @@ def script(name: str, *words: str, **env: str) -> Iterator[subprocess.Popen[byte
 
 
 @contextmanager
-def serving(app: str, **env: str) -> Iterator[str]:
-    """Serve a Flask application of this folder under gunicorn with two workers, and yield its URL."""
+def serving(app: str, server: str = "gunicorn", **env: str) -> Iterator[str]:
+    """Serve an application of this folder with two workers, under gunicorn or uvicorn, and yield its URL."""
     port = free_port()
-    command = [sys.executable, "-m", "gunicorn", "--bind", f"127.0.0.1:{port}", "--workers", "2", "--threads", "4"]
-    command += ["--log-level", "critical", "--no-control-socket", "--graceful-timeout", "1"]
-    with running([*command, "--pythonpath", str(HERE), app], env={**os.environ, **env}) as process:
+    if server == "gunicorn":
+        words = ["--bind", f"127.0.0.1:{port}", "--threads", "4", "--log-level", "critical"]
+        words += ["--no-control-socket", "--graceful-timeout", "1", "--pythonpath", str(HERE)]
+    else:
+        words = ["--port", str(port), "--log-level", "critical", "--app-dir", str(HERE)]
+        words += ["--timeout-graceful-shutdown", "1", "--timeout-worker-healthcheck", "60"]
+    command = [sys.executable, "-m", server, "--workers", "2", *words, app]
+    with running(command, env={**os.environ, **env}) as process:
         wait_until_up(process, lambda: socket.create_connection(("127.0.0.1", port), 1).close())
         yield f"http://127.0.0.1:{port}"

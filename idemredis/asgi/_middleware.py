@@ -137,7 +137,7 @@ class IdempotencyMiddleware:
             return False
         if not self._routes.known:
             return True
-        matched = self._routes.match(scope)
+        matched = self._routes.match(scope, self)
         if matched is None:
             return False
         exchange.template = matched.template

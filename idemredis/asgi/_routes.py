@@ -23,7 +23,7 @@ _OTHER_TEMPLATES = ("path_template",)
 
 
 class Matched(NamedTuple):
-    """The route of a request, and its template; a route of None is an application that is mounted."""
+    """The route of a request, and its template; the route is None if what is mounted decides it, unseen."""
 
     route: Any
     template: str
@@ -38,12 +38,13 @@ class Routes:
     """
 
     def __init__(self, app: object, by_host: bool) -> None:
+        self._given = app
         self._app = app
         self._by_host = by_host
         self._templates: dict[int, list[str]] = {}
 
     def see(self, scope: Scope) -> None:
-        """Remember the application that the middleware is part of: it is in the scope before the routes are."""
+        """Remember the application in the scope: the middleware is part of it, or of what is mounted in it."""
         app = scope.get("app")
         if app is not None and _routes_of(app) is not None:
             self._app = app
@@ -53,9 +54,20 @@ class Routes:
         """True if the application matches its routes by `matches`."""
         return _routes_of(self._app) is not None
 
-    def match(self, scope: Scope) -> Matched | None:
-        """Return the route that will serve a request; None if none will, or not with this method."""
-        return self._match(_routes_of(self._app) or (), dict(scope), "")
+    def match(self, scope: Scope, middleware: object) -> Matched | None:
+        """Return the route that will serve a request; None if none will, or not with this method.
+
+        Around one route, or around what is mounted, the application in the scope is the outer one. Its routes then
+        decide only if the one that they lead to has been chosen already; otherwise the route is unknown, and None.
+        """
+        if self._given is not self._app and (routes := _routes_of(self._given)) is not None:
+            matched = self._match(routes, dict(scope), "")
+            return None if matched is None else Matched(matched.route, self.template(scope) or matched.template)
+        matched = self._match(_routes_of(self._app) or (), dict(scope), "")
+        if self._given is self._app or "endpoint" not in scope or _is_part(middleware, self._app):
+            return matched
+        chosen = matched is not None and getattr(matched.route, "endpoint", None) is scope["endpoint"]
+        return matched if chosen else Matched(None, self.template(scope))
 
     def template(self, scope: Scope) -> str:
         """Return the template of the route that serves a request; "" if unknown. Never the concrete path."""
@@ -74,7 +86,8 @@ class Routes:
         if len(set(templates)) == 1:
             return templates[0]
         fresh = {key: scope[key] for key in ("type", "method", "path", "headers")}
-        matched = self.match({**fresh, "root_path": scope.get("app_root_path", scope.get("root_path", ""))})
+        fresh["root_path"] = scope.get("app_root_path", scope.get("root_path", ""))
+        matched = self._match(_routes_of(self._app) or (), fresh, "")
         return "" if matched is None else matched.template
 
     def _match(self, routes: Iterable[Any], scope: Scope, prefix: str) -> Matched | None:
@@ -148,6 +161,14 @@ def _routes_of(app: Any) -> list[Any] | None:
     if not isinstance(routes, list) or not all(hasattr(route, "matches") for route in routes):
         return None
     return routes
+
+
+def _is_part(middleware: object, app: Any) -> bool:
+    """Return True if a middleware is one of those that were added to a Starlette or FastAPI application."""
+    layer = getattr(app, "middleware_stack", None)
+    while layer is not None and layer is not middleware:
+        layer = getattr(layer, "app", None)
+    return layer is not None
 
 
 def _flat(routes: Iterable[Any]) -> Iterator[Any]:

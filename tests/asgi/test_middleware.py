@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from starlette.applications import Starlette
 from starlette.endpoints import HTTPEndpoint
+from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Host, Mount, Route, WebSocketRoute
@@ -119,6 +121,43 @@ def test_protect_all_leaves_alone_what_no_route_serves(
 ) -> None:
     assert guarded.send(key, path, method).status_code == status
     assert guarded.sent == []
+
+
+@pytest.mark.parametrize("how", ["mount", "application", "wrapped", "route", "mount in a mount"])
+def test_protect_all_around_what_is_mounted_claims_what_is_served_there(how: str, make_asgi_site: MakeAsgiSite) -> None:
+    """The application in the scope is then the outer one, whose routes say nothing of the inner paths."""
+    site = make_asgi_site()
+    idempotency, counting = site.idempotency, _counting(site)
+    inner = [
+        Route("/things", counting, methods=POST),
+        Route("/exempt", idempotency.exempt(_counting(site)), methods=POST),
+    ]
+    around: Any = Middleware(IdempotencyMiddleware, idempotency=idempotency, protect_all=True)
+    match how:
+        case "mount":
+            routes: list[Any] = [Mount("/sub", routes=inner, middleware=[around])]
+        case "application":
+            routes = [Mount("/sub", IdempotencyMiddleware(Starlette(routes=inner), idempotency, protect_all=True))]
+        case "wrapped":
+            within = BaseHTTPMiddleware(Starlette(routes=inner), lambda request, call_next: call_next(request))
+            routes = [Mount("/sub", IdempotencyMiddleware(within, idempotency, protect_all=True))]
+        case "route":
+            routes = [Route(f"/sub{route.path}", route.endpoint, methods=POST, middleware=[around]) for route in inner]
+        case _:
+            routes = [Mount("/sub", Starlette(routes=[Mount("", routes=inner, middleware=[around])]))]
+    app = Starlette(routes=routes)
+    bodies = [_serve(site, app, *site.request(key, "/sub/things")).body for key in ("k1", "k1")]
+    assert bodies == [b"run True 1"] * 2
+    unknown = how in ("application", "wrapped")  # Starlette does not look into a middleware
+    known = "/things" if how == "mount in a mount" else "/sub/things"
+    assert site.row()["route"].decode() == "POST " + ("/sub/{path}" if unknown else known)
+    if how == "wrapped":  # as around any other application, its routes are unknown
+        return
+    bodies = [_serve(site, app, *site.request(key, "/sub/exempt")).body for key in ("k2", "k2")]
+    assert bodies == [b"run False 2", b"run False 3"]
+    sent = len(site.sent)
+    assert answer_of(_serve(site, app, *site.request("k3", "/sub/nowhere")).messages).status_code == 404
+    assert len(site.sent) == sent
 
 
 def test_a_safe_method_passes_under_protect_all(guarded: AsgiSite) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.support.servers import Server, start
 
-from . import attention, calls, counting, effects, instructions, peers, process, rows, serving
+from . import asgi, attention, calls, counting, effects, instructions, peers, process, rows, serving
 from .turns import Figure
 
 SECTIONS: Mapping[str, tuple[Callable[[Server], Iterable[Figure]], ...]] = {
@@ -32,6 +32,7 @@ SECTIONS: Mapping[str, tuple[Callable[[Server], Iterable[Figure]], ...]] = {
     "scale": (rows.many_rows, rows.cluster, rows.io_threads),
     "attention": (attention.stuck_rows,),
     "peers": (peers.peers,),
+    "asgi": (asgi.instructions, asgi.times),
 }
 
 

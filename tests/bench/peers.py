@@ -14,11 +14,11 @@ from tests.support.servers import Server
 
 from .turns import Figure, Turns
 
-__all__ = ["peers"]
+__all__ = ["Peer", "peers", "python_of"]
 
 PACKAGES = {
-    "idemredis": ["--editable", "."],
-    "idemkit": ["idemkit[redis]", "flask"],
+    "idemredis": ["--editable", ".", "starlette"],
+    "idemkit": ["idemkit[redis]", "flask", "starlette"],
     "powertools": ["aws-lambda-powertools", "boto3", "redis"],
 }
 FENCING = {"idemkit"}
@@ -29,11 +29,11 @@ ROUNDS, CALLS = 20, 50
 ENVIRONMENTS = Path("build/peers")
 
 
-class _Peer:
-    """A library in a process of its own."""
+class Peer:
+    """A library in a process of its own, which runs a file of this folder."""
 
-    def __init__(self, name: str, url: str, stack: ExitStack) -> None:
-        words = [str(_python(name)), str(Path(__file__).with_name("peer.py")), name, url]
+    def __init__(self, name: str, url: str, stack: ExitStack, file: str = "peer.py") -> None:
+        words = [str(python_of(name)), str(Path(__file__).with_name(file)), name, url]
         self._process = stack.enter_context(
             subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
         )
@@ -57,7 +57,7 @@ class _Peer:
 def peers(server: Server) -> Iterable[Figure]:
     """A first call and a repeated one, of a function and over WSGI; a ratio over 1 says that ours is faster."""
     with ExitStack() as stack:
-        running = {name: _Peer(name, server.url, stack) for name in PACKAGES}
+        running = {name: Peer(name, server.url, stack) for name in PACKAGES}
         for kind in KINDS:
             able = {name: peer for name, peer in running.items() if kind in peer.kinds}
             turns = Turns({name: [] for name in able})
@@ -72,7 +72,8 @@ def peers(server: Server) -> Iterable[Figure]:
                 yield Figure(f"{kind}: {name} : ours", ratio, "x", aim, at_least=True, note=turns.note(name))
 
 
-def _python(name: str) -> Path:
+def python_of(name: str) -> Path:
+    """Return the interpreter of a package's virtual environment, which is made if it is not there."""
     home = ENVIRONMENTS / name
     python = home / "bin" / "python"
     if not (home / "installed").exists():

@@ -11,7 +11,15 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
-NAMES = ["celery_worker", "rq_worker", "asyncio_consumer", "webhooks", "checkout_saga", "sql_fencing"]
+NAMES = [
+    "celery_worker",
+    "rq_worker",
+    "asyncio_consumer",
+    "webhooks",
+    "checkout_saga",
+    "sql_fencing",
+    "fastapi_shop",
+]
 
 
 @pytest.mark.slow

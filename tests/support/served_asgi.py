@@ -26,7 +26,10 @@ from idemredis.asgi import Idempotency, IdempotencyMiddleware, current_reservati
 from idemredis.core.settle import Ending
 from tests.support.served import PRINCIPAL, SETUP, UNSAFE, Mortal, Setup
 
-__all__ = ["create"]
+__all__ = ["LARGE", "PIECE", "create"]
+
+LARGE, PIECE = 200 * 1024 * 1024, 64 * 1024
+"""Bytes of the largest request that is recorded and of the streamed response "large"; and of one piece of it."""
 
 
 class _MortalLedger(Mortal, AsyncLedger):
@@ -53,7 +56,7 @@ def create() -> Starlette:
     ledger = _MortalLedger.from_url(setup.url, policy, setup.namespace, socket_timeout=setup.socket_timeout)
     ledger.notes = setup.notes
     ledger.note("server", "loaded")
-    settings = {"IDEMREDIS_WAIT_SECONDS": setup.wait}
+    settings = {"IDEMREDIS_WAIT_SECONDS": setup.wait, "IDEMREDIS_MAX_REQUEST_BYTES": LARGE}
     idempotency = Idempotency(principal=PRINCIPAL, ledger=ledger, settings=settings)
 
     async def up(request: Request) -> Response:
@@ -91,6 +94,8 @@ def create() -> Starlette:
                 return StreamingResponse(_pieces(100), 201, media_type="text/plain")
             case "slow":
                 return StreamingResponse(_pieces(20, 0.05), 201)
+            case "large":
+                return StreamingResponse(_large(), 201)
             case "broken":
                 return StreamingResponse(_pieces(3, last=LookupError("the source broke")), 201)
             case "broken-first":
@@ -106,6 +111,12 @@ def create() -> Starlette:
     app = Starlette(routes=routes, lifespan=idempotency.lifespan)
     app.add_middleware(IdempotencyMiddleware, idempotency=idempotency)
     return app
+
+
+async def _large() -> AsyncIterator[bytes]:
+    piece = bytes(PIECE)
+    for _ in range(LARGE // PIECE):
+        yield piece
 
 
 async def _pieces(number: int, pause: float = 0.0, last: Exception | None = None) -> AsyncIterator[str]:
