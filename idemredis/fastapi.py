@@ -1,4 +1,4 @@
-"""FastAPI's conveniences over the ASGI door: a dependency that claims, and the refusals for OpenAPI.
+"""For FastAPI: a dependency that claims the request, and the refusals for OpenAPI.
 
 `IdempotencyMiddleware` of `idemredis.asgi` must be around the application.
 """
@@ -31,7 +31,7 @@ _DESCRIPTION = "Names this operation. A retry with the same key gets the respons
 
 
 class _Required(BaseModel):
-    """Documents the header as required. A request without it is refused by the guard, in the ledger's own words."""
+    """Documents the header as required. The guard refuses a request without it, with the ledger's own response."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -77,12 +77,12 @@ def guard(
 ) -> Callable[..., Awaitable[AsyncReservation]]:
     """Return a dependency that claims the request before its endpoint runs, and provides the reservation.
 
-    What it depends on, such as authentication, runs before the claim; what stands after it among the endpoint's
-    parameters runs inside. Safe methods pass, with a stand-in that is falsy.
+    Its own dependencies, such as authentication, run before the claim. Dependencies that follow it among the endpoint's
+    parameters run after the claim. Requests with safe methods are not claimed; they get a stand-in that is falsy.
 
     Args:
         idempotency: settings, ledger, and the principal if no other is given here.
-        principal: a dependency that returns whose key it is; a tuple of it and of others is not supported.
+        principal: a dependency that returns the principal as a str, int or UUID.
         required: False runs the endpoint unprotected for requests without a key; defaults to `IDEMREDIS_REQUIRED`.
         lease: seconds; defaults to `IDEMREDIS_LEASE_SECONDS`.
         wait: seconds to wait for a running attempt before 409; defaults to `IDEMREDIS_WAIT_SECONDS`.
@@ -190,7 +190,7 @@ def _schema(codes: list[str], ietf: bool) -> dict[str, Any]:
 
 
 def _exchange(request: Request) -> Exchange | None:
-    """Return the request's exchange; None if its method passes.
+    """Return the request's exchange; None if its method is not protected.
 
     Raises:
         ConfigurationError: there is no middleware.
@@ -200,7 +200,9 @@ def _exchange(request: Request) -> Exchange | None:
         return exchange
     if isinstance(exchange, Passing):
         return None
-    raise ConfigurationError("an endpoint has a guard, and no IdempotencyMiddleware is around it; add it to the app")
+    raise ConfigurationError(
+        "an endpoint has a guard, but no IdempotencyMiddleware is around it; add the middleware to the application"
+    )
 
 
 def _passing(idempotency: Idempotency, options: Options) -> AsyncReservation:

@@ -1,4 +1,4 @@
-"""The ASGI door: claim before the endpoint runs, store its response, and replay it to every retry.
+"""The ASGI middleware: claim before the endpoint runs, store its response, and replay it to every retry.
 
 `_setup` has what an application sets up. `_middleware` runs the application, `_claim` claims, and `_outgoing` records
 and settles. Nothing here imports a framework; FastAPI's own conveniences are in `idemredis.fastapi`.
@@ -14,4 +14,4 @@ from ._setup import Idempotency
 __all__ = ["Idempotency", "IdempotencyMiddleware", "current_reservation"]
 
 current_reservation: AsyncReservation = cast(AsyncReservation, ledger.current_reservation)
-"""The same object as everywhere; here its `checkpoint` is awaited. In a plain function it blocks, and returns None."""
+"""`idemredis.current_reservation`, typed for ASGI: await its `checkpoint`, which in a plain function blocks instead."""

@@ -57,7 +57,7 @@ class RequestBody:
         """Read the body to its end. The application can still read all of it, also if this fails.
 
         Raises:
-            BodyIncomplete, BodyTooLarge, NoRoom: refuse the request without a claim.
+            BodyIncomplete, BodyTooLarge, NoRoom: the caller must refuse the request without a claim.
         """
         if self._expected is not None and self._expected > self._limit:
             raise BodyTooLarge

@@ -32,22 +32,22 @@ __all__ = ["ASK", "answer_error", "begin", "recovered", "responded", "stored", "
 logger = logging.getLogger("idemredis")
 
 ASK: Any = object()
-"""In place of a principal, or of what a fingerprint is made of: ask the application for it."""
+"""Stands for a principal or a fingerprint's value that is not known yet: call the application's function for it."""
 
 Ask: TypeAlias = Callable[[], Any]
 
 
 async def begin(exchange: Exchange, options: Options, principal: Any = ASK, value: Any = ASK) -> None:
-    """Claim the request once, with the options of the endpoint that comes first.
+    """Claim the request, with the options of the endpoint that is called first; later calls do nothing.
 
-    Afterwards `exchange.reservation` is a reservation or the stand-in for one, or `exchange.outgoing.answer` is what
+    Afterwards `exchange.reservation` is a reservation or a stand-in, or `exchange.outgoing.answer` is the response that
     the client receives.
 
     Args:
         exchange: the request.
-        options: those of the endpoint.
+        options: the endpoint's options.
         principal: whose key it is, if that is known already.
-        value: what the application's own fingerprint is made of, if that is known already.
+        value: the value that the application's own fingerprint is made of, if that is known already.
     """
     if exchange.began:
         return
@@ -73,7 +73,7 @@ async def begin(exchange: Exchange, options: Options, principal: Any = ASK, valu
 
 
 async def answer_error(exchange: Exchange, error: BaseException) -> bool:
-    """Settle the row for an error that has an answer of its own; return False if the application makes the response."""
+    """Settle the row and set the response for `HoldForReview` and errors of `Effects`; return False for all others."""
     outgoing, r = exchange.outgoing, exchange.reservation
     recorder, contract = outgoing.recorder, exchange.idempotency.settings.contract
     if r is None:
@@ -95,9 +95,9 @@ async def answer_error(exchange: Exchange, error: BaseException) -> bool:
 
 
 async def stored(exchange: Exchange, response: StoredResponse) -> StoredResponse:
-    """Return what the client gets for a response that an endpoint or `recover` has returned as it is stored.
+    """Return the response that the client gets for a `StoredResponse` that an endpoint or `recover` has returned.
 
-    A tombstone completes the row, and its client is refused like every retry.
+    A response without its body completes the row, and the client gets the same refusal as every retry.
     """
     answer = exchange.idempotency.settings.contract.answer(response)
     if isinstance(answer, Refusal):
@@ -120,7 +120,7 @@ async def recovered(exchange: Exchange, options: Options) -> Any:
 
 
 async def waited_for(value: Any) -> Any:
-    """Return a value, or what it is awaited for."""
+    """Return a value, or the result of an awaitable."""
     return await value if inspect.isawaitable(value) else value
 
 
@@ -147,7 +147,7 @@ async def _claim(
     except Exception as error:
         refusal = refusal_for(error, settings)
         if refusal is None:
-            exchange.fingerprint = fingerprint  # with which `Effects` still makes each effect once
+            exchange.fingerprint = fingerprint  # `Effects` needs it to make each effect once
             return None
         return await _shaped(exchange, refusal)
     if isinstance(outcome, AsyncReservation):
@@ -158,7 +158,7 @@ async def _claim(
 async def _observe(
     exchange: Exchange, options: Options, required: bool, ask: Ask, value: Any
 ) -> AsyncReservation | None:
-    """Claim as ever, and return the reservation if there is one; the endpoint runs whatever comes of it."""
+    """Claim without waiting, and return the reservation if there is one; the endpoint runs in any case."""
     claimed: object = None
     token = observing.set(True)
     try:
@@ -167,7 +167,7 @@ async def _observe(
         elif required:
             exchange.idempotency.ledger.report_missing_key(operation=options.operation, route=exchange.route)
     except Exception:
-        logger.exception("a request cannot be observed, and runs as it is")
+        logger.exception("a request cannot be observed; its endpoint runs without a claim")
     finally:
         observing.reset(token)
     return claimed if isinstance(claimed, AsyncReservation) else None
@@ -198,7 +198,7 @@ async def _hold_claim(exchange: Exchange, options: Options, claimed: AsyncReserv
 
 
 async def _stand_in(exchange: Exchange, options: Options, ask: Ask) -> None:
-    """Have what the endpoint does with its reservation work without a claim."""
+    """Provide a reservation for an endpoint that runs without a claim; its methods work and write nothing."""
     idempotency, header = exchange.idempotency, exchange.key_header
     if header is not None and idempotency.principal_is_awaited:
         try:
@@ -241,7 +241,7 @@ async def _fingerprint(exchange: Exchange, options: Options, value: Any) -> str:
 
 
 async def _shaped(exchange: Exchange, refusal: StoredResponse) -> StoredResponse:
-    """Return a refusal, in the application's own shape if it has one; and any other response as it is."""
+    """Return a refusal in the application's own shape, if it has one; return any other response unchanged."""
     idempotency = exchange.idempotency
     problem = idempotency.problem
     if not isinstance(refusal, Refusal) or problem is None or idempotency.settings.mode == "observe":

@@ -86,7 +86,7 @@ def protected(options: Options, endpoint: Callable[..., Any]) -> Callable[..., A
 
 
 async def _returned(exchange: Exchange, made: Any, args: tuple[Any, ...]) -> Any:
-    """Return what a framework takes for what an endpoint has returned."""
+    """Convert a `StoredResponse` that an endpoint returned to its framework's response; return others unchanged."""
     if not isinstance(made, StoredResponse):
         return made
     return native(await stored(exchange, made), exchange.scope, args)
@@ -105,7 +105,7 @@ def _on_loop(exchange: Exchange, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _exchange(name: str) -> Exchange | None:
-    """Return the request of a protected endpoint; None if it is not to be claimed, or is already.
+    """Return the request of a protected endpoint; None if it needs no claim, or was claimed before.
 
     Raises:
         ConfigurationError: there is no middleware.
@@ -113,7 +113,7 @@ def _exchange(name: str) -> Exchange | None:
     exchange = exchanges.get()
     if exchange is None:
         raise ConfigurationError(
-            f"{name} is protected, and no IdempotencyMiddleware is around it; add it to the application"
+            f"{name} is protected, but no IdempotencyMiddleware is around it; add the middleware to the application"
         )
     if isinstance(exchange, Passing) or exchange.began:
         return None

@@ -1,4 +1,4 @@
-"""One request, from the middleware to its end: one mutable object, in the scope and in a context variable."""
+"""The state of one request: a mutable object in the scope and in a context variable."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Exchange:
         key_header: the key as the client sent it; None if it has not.
         body: None if nothing is hashed.
         outgoing: the response.
-        began: the claim has been made, refused, or left out.
+        began: True once the claim was made or refused, or it was decided that none is needed.
         reservation: what `current_reservation` stands for; None if there is none.
         fingerprint: of a request that runs unprotected in an outage; "" otherwise.
         template: the route's template, if it was matched before the application has routed the request.
@@ -155,7 +155,7 @@ class Exchange:
         if self.body is not None:
             self.body.close()
         if self.scope.get(SCOPE) is self:
-            del self.scope[SCOPE]  # so that the request is in no circle
+            del self.scope[SCOPE]  # breaks a reference cycle
 
 
 def _reservation() -> Reservation | None:

@@ -44,8 +44,8 @@ def _sent(stored: StoredResponse) -> bytes:
 def own_headers(start: Message, answer: StoredResponse, storable: frozenset[str]) -> Headers:
     """Return the headers of an application's response to a refusal or replay that belong to this delivery of it.
 
-    Middleware within ours has added them, such as those of CORS or a session's cookie. What describes a body, or is
-    stored with it, describes a body that is not sent.
+    Middleware inside ours has added them, such as those of CORS or a session's cookie. Headers that describe a body, or
+    are stored with one, are left out: that body is not sent.
     """
     kept = []
     known = {name.lower() for name, _ in answer.headers}
@@ -58,10 +58,10 @@ def own_headers(start: Message, answer: StoredResponse, storable: frozenset[str]
 
 
 def native(stored: StoredResponse, scope: Scope, args: tuple[Any, ...]) -> Any:
-    """Return a response as an endpoint of its framework returns it, so that layers around it see an ordinary one.
+    """Return a response as an object of the endpoint's framework, so that layers around the endpoint can handle it.
 
-    The framework is one that is loaded and serves this request. The middleware sends a refusal or replay in its own
-    words all the same, so this need not be exact.
+    The framework is one that is loaded and serves this request. The middleware sends a refusal or replay itself, so
+    this need not be exact.
 
     Raises:
         Answered: the framework is another one.

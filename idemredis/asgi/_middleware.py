@@ -1,4 +1,4 @@
-"""The middleware: it runs the application, and sees what the claim needs of request and response."""
+"""The middleware: it runs the application, and watches its requests and responses for the claim."""
 
 from __future__ import annotations
 
@@ -26,14 +26,16 @@ _PASSING = Passing()
 class IdempotencyMiddleware:
     """Watch the requests of an ASGI application, so that `protect` and `guard` can claim them; or claim all of them.
 
-    Put it inside whatever authenticates, and inside what compresses responses or adds CORS headers.
+    Put it inside the middleware that authenticates, compresses responses, or adds CORS headers.
 
     Args:
         app: any ASGI application.
         idempotency: settings, ledger and principal.
         protect_all: claim every request with an unsafe method; defaults to `IDEMREDIS_PROTECT_ALL`. In a Starlette or
-            FastAPI application, only requests that a route serves; its endpoints may be exempt or protect themselves.
-        exempt: what `protect_all` leaves out: path templates, such as `/webhooks/{source}`, or functions of the scope.
+            FastAPI application, only requests that a route serves are claimed, and endpoints may be exempt or protect
+            themselves.
+        exempt: requests that `protect_all` does not claim: path templates, such as `/webhooks/{source}`, or functions
+            of the scope.
 
     Raises:
         ConfigurationError: `idempotency` is not an `Idempotency`, or `exempt` has an entry of another kind.
@@ -57,7 +59,7 @@ class IdempotencyMiddleware:
         self._routes = Routes(app, "host" in map(str.lower, settings.fingerprint_headers))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request, or pass on whatever is none."""
+        """Serve a request; pass on connections of other kinds."""
         kind = scope["type"]
         if kind == "lifespan":
             await self.app(scope, receive, self._closing(send))
@@ -100,7 +102,7 @@ class IdempotencyMiddleware:
         return isinstance(around, Exchange) and (around.idempotency is self._idempotency or around.began)
 
     async def _run_alone(self, exchange: Exchange) -> None:
-        """Run a request in a task of its own, which goes on when nobody waits for it any more."""
+        """Run a request in a task of its own, which continues when the server stops waiting for it."""
         exchanges.set(exchange)
         await self._run(exchange)
 
@@ -129,7 +131,7 @@ class IdempotencyMiddleware:
                 scope[SCOPE] = around
 
     def _is_to_be_claimed(self, exchange: Exchange) -> bool:
-        """Return True if `protect_all` claims a request: a route serves it that does not protect itself."""
+        """Return True if `protect_all` claims a request: it is not exempt, and its endpoint does not protect itself."""
         scope = exchange.scope
         if self._is_exempt(scope):
             return False

@@ -24,9 +24,9 @@ class Outgoing:
     Attributes:
         recorder: decides how the row is settled; None if there is no claim.
         settle: settles the row as the recorder has decided.
-        answer: a refusal or replay, which is sent whatever the application makes of it.
-        made: a response of the application's own, which is sent and stored whatever is made of it.
-        answer_error: settles the row and sets `answer` for an error that has an answer of its own, and says so.
+        answer: a refusal or replay; it is sent instead of what the application sends.
+        made: a `StoredResponse` of the application; it is sent and stored instead of what the application sends.
+        answer_error: settles the row and sets `answer` for an error that has a response of its own; returns True then.
         marked: the response says that the endpoint ran unprotected.
         begun: True once the server has received the first message.
         ended: True once the application has sent its last message, or is answered.
@@ -55,7 +55,7 @@ class Outgoing:
         self._last: Message | None = None
 
     def abandon(self) -> None:
-        """Send nothing more: whoever called the application does not wait for it any longer."""
+        """Send nothing more: the server no longer waits for the response."""
         self._gone = True
 
     async def send(self, message: Message) -> None:
@@ -76,7 +76,7 @@ class Outgoing:
             await self._forward(message)
 
     async def finish(self, error: BaseException | None) -> bool:
-        """Settle what is left when the application has returned or raised; return True if its error is dealt with."""
+        """Settle the row, if it is not settled, when the application has ended; return True if its error is handled."""
         recorder = self.recorder
         if self.made is not None:
             await self._send_made(None)
@@ -115,7 +115,7 @@ class Outgoing:
         )
         length = next((value for name, value in self._headers if name.lower() == "content-length"), "")
         self._announced = int(length) if length.isdecimal() else None
-        self.recorder.failure = sys.exc_info()[1]  # what an error handler of the application makes a response of
+        self.recorder.failure = sys.exc_info()[1]  # the exception, if an error handler makes this response
         if self.recorder.failure is not None and self.answer_error is not None:
             await self.answer_error(self.recorder.failure)
             if self.answer is not None:
@@ -147,7 +147,7 @@ class Outgoing:
         await self._forward_body(message)
 
     def _is_held(self) -> bool:
-        """Return True while nothing is there to be sent, or while a short response of known length is not complete."""
+        """Return True while there is no body to send, or while a short response of known length is not complete."""
         if self._omitted:
             return False
         return not self._body or (self._announced is not None and len(self._body) <= self._announced)
@@ -192,7 +192,7 @@ class Outgoing:
     # To the server
 
     async def _send_answer(self, start: Message | None) -> None:
-        """Send the answer, with what layers within ours have added to the application's own response to it."""
+        """Send the answer, with the headers that inner middleware added to the application's own response."""
         if self.ended and self.begun:
             return
         assert self.answer is not None
@@ -227,4 +227,4 @@ class Outgoing:
         except Exception as error:
             if self.recorder is None or not (self._gone or isinstance(error, OSError)):
                 raise
-            self._gone = True  # the client is, and the response is still stored
+            self._gone = True  # the client went away; the response is still stored

@@ -30,7 +30,7 @@ class Matched(NamedTuple):
 
 
 class Routes:
-    """The routes of one application, if it has any that can be asked.
+    """The routes of one application, if it is a Starlette or FastAPI one.
 
     Args:
         app: the application that the middleware was given.
@@ -120,7 +120,7 @@ class Routes:
 
 
 def exempting(exempt: Iterable[Exempt]) -> Callable[[Scope], bool]:
-    """Return a function that tells whether a request is exempt.
+    """Return a function that returns True for an exempt request.
 
     Raises:
         ConfigurationError: an entry is neither a path template nor a function.

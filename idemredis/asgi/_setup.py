@@ -142,7 +142,7 @@ class Idempotency:
     async def lifespan(self, app: object = None) -> AsyncIterator[None]:
         """Close the ledger when the application ends; for the `lifespan` argument of an application, or within it.
 
-        Without it, and without a server that has a lifespan, what is pending is flushed when the event loop ends.
+        If neither this nor the server's lifespan closes the ledger, pending work is flushed when the event loop ends.
         """
         try:
             yield
@@ -172,11 +172,11 @@ class Idempotency:
 
     @property
     def principal_is_awaited(self) -> bool:
-        """True if the principal cannot be asked for without waiting."""
+        """True if the principal's function is async."""
         return is_async(self._principal)
 
     def keep(self, task: asyncio.Task[None]) -> None:
-        """Let a request run to its end although nobody waits for it."""
+        """Let a request run to its end although its client went away."""
         self._kept.add(task)
         task.add_done_callback(self._ended)
 

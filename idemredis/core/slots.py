@@ -1,4 +1,4 @@
-"""Set the slots of values that refuse assignments, in their constructors."""
+"""Set the slots of immutable values in their constructors."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ __all__ = ["slot_setters"]
 
 
 def slot_setters(cls: type) -> list[Callable[[Any, Any], None]]:
-    """Return what sets each slot of the class, in their order; twice as fast as `object.__setattr__`."""
+    """Return a setter for each slot of the class, in their order; twice as fast as `object.__setattr__`."""
     return [vars(cls)[name].__set__ for name in vars(cls)["__slots__"] if not name.startswith("__")]

@@ -1,4 +1,4 @@
-"""Text that comes from outside, made safe to print and to log."""
+"""Make text from outside safe to print and to log."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ __all__ = ["escaped"]
 
 
 def escaped(text: str) -> str:
-    """Return text with all but printable characters escaped: it cannot control a terminal, nor forge a log line."""
+    """Escape all characters that are not printable, so that the text cannot control a terminal or forge a log line."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -1,4 +1,4 @@
-"""Keep passwords out of tracebacks: error reporters send the local variables of every frame elsewhere."""
+"""Keep passwords out of tracebacks: error reporters send the local variables of every frame to other systems."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Hidden(Generic[T]):
-    """A value that is kept for later and never shown: the attributes of an object may be a local variable somewhere."""
+    """Holds a value that its `repr` does not show, because error reporters print the objects in local variables."""
 
     __slots__ = ("value",)
 
@@ -27,9 +27,10 @@ class Hidden(Generic[T]):
 
 
 def without_frames(error: E) -> E:
-    """Drop the frames of an error, and of every error behind it, and return it; one behind `from None` is dropped.
+    """Remove the frames of an error and of its causes and contexts, and return it.
 
-    While redis-py connects, the user's name and password are local variables of its frames.
+    A context that `from None` suppresses is removed as well. While redis-py connects, the user's name and password are
+    local variables of its frames.
     """
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
@@ -40,7 +41,7 @@ def without_frames(error: E) -> E:
         seen.add(id(one))
         one.__traceback__ = None
         if one.__suppress_context__ and one.__context__ is not one.__cause__:
-            one.__context__ = None  # its message may quote what it was given
+            one.__context__ = None  # its message may quote the URL
         waiting += [one.__cause__, one.__context__]
         if isinstance(one, BaseExceptionGroup):
             waiting += one.exceptions
@@ -48,9 +49,9 @@ def without_frames(error: E) -> E:
 
 
 def hides_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that is given a URL or password, so that an error leaves it without its frame.
+    """Decorate a function that takes a URL or password, so that errors leave it without the frames that have them.
 
-    The error's traceback ends at the caller, whose call the message explains.
+    The error's traceback ends at the caller.
     """
 
     @wraps(function)

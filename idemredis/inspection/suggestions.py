@@ -11,7 +11,7 @@ from ..store.nodes import primaries
 __all__ = ["URL_VARIABLE", "command_line", "redis_cli", "where"]
 
 URL_VARIABLE = "IDEMREDIS_URL"
-"""Environment variable with the server's URL; suggested commands name it where the URL has a password."""
+"""Environment variable with the server's URL; suggested commands use it if the URL has a password."""
 
 
 def command_line(client: Any, namespace: str) -> str:

@@ -1,7 +1,7 @@
-"""Look at all rows of a namespace: those that need attention most, and totals. Read-only.
+"""Scan all rows of a namespace for those that need attention most, and for totals. Read-only.
 
-The servers judge the rows themselves (`survey.lua`), many in one call, so that a million rows take seconds and little
-memory. Only the rows that are shown are read one by one.
+The servers classify the rows themselves (`survey.lua`), many in one call, so that a million rows take seconds and
+little memory. Only the rows that are shown are read one by one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .rows import STATUSES, Advance, RowSummary, Status, foreign_names, look, na
 __all__ = ["BATCH", "Listing", "Stats", "stats", "worst"]
 
 BATCH = 64
-"""Rows in one call. They take the server about a millisecond, for which other clients wait."""
+"""Rows in one call. The call takes the server about a millisecond, and other clients wait that long."""
 
 MAX_BYTES = 1 << 20
-"""Bytes of stored bodies in one call, which the server copies: a fraction of a millisecond. More end the call early."""
+"""Bytes of stored bodies after which a call ends early. The server copies them, in a fraction of a millisecond."""
 
 MEMORY_SAMPLE = 200
 """Rows whose MEMORY USAGE is queried; enough for a mean."""
@@ -58,7 +58,7 @@ class _Found(NamedTuple):
 
 @dataclass(slots=True)
 class _Totals:
-    """What was counted so far: rows by status, without a TTL, and recent; seconds since the earliest claim."""
+    """Counts so far: rows by status, rows without a TTL, recent rows; and the seconds since the earliest claim."""
 
     counts: dict[Status, int] = field(default_factory=lambda: dict.fromkeys(STATUSES, 0))
     lasting: int = 0
@@ -87,10 +87,10 @@ class Stats:
         counts: number of rows by status.
         oldest_pending: seconds since the claim of the row that has been running longest, by the clocks of its caller
             and of this host; None if none is running.
-        oldest_stale: seconds for which a row has been stale, at most; None if none is.
+        oldest_stale: seconds since the last change of the row that has been stale longest; None if none is stale.
         row_bytes: mean memory of a row in bytes, from a sample; None if the server does not report it.
         rate: rows claimed per second, over the last hour, or since the oldest row if that is newer.
-        day_bytes: bytes that the rows of one day need at that rate; None if `row_bytes` is.
+        day_bytes: bytes that the rows of one day need at that rate; None if `row_bytes` is None.
         lasting: number of rows without a TTL.
     """
 
@@ -112,16 +112,16 @@ def worst(
     statuses: frozenset[Status] = frozenset(STATUSES) - FINISHED,
     advance: Advance = lambda keys: None,
 ) -> Listing:
-    """Scan all rows, and return those that need attention most; the memory for it does not grow with their number.
+    """Scan all rows, and return those that need attention most. Memory does not grow with the number of rows.
 
-    Corrupt rows come first, then stale ones, then those that have been running for longer than their lease lasts, then
-    released ones; the longest first. All other rows follow.
+    Corrupt rows come first, then stale rows, rows that have been running for longer than one lease, released rows, and
+    all other rows. Within each group, those that have waited longest come first.
 
     Args:
         client: the client.
         namespace: first part of the rows' names.
         principal: only rows of this principal; "" for all.
-        limit: return at most so many rows.
+        limit: return at most this many rows.
         statuses: only rows of these statuses.
         advance: called with the number of keys scanned since the last call.
 
@@ -165,7 +165,7 @@ def stats(client: Client, namespace: str, advance: Advance = lambda keys: None) 
 
 
 def _attention(row: _Found | RowSummary) -> tuple[int, float]:
-    """Return how much a row needs attention: first by its kind, then by how long it has needed it."""
+    """Return how much a row needs attention: its group, then how long it has waited."""
     if row.status in FINISHED:
         seconds = -row.age  # the latest first
     elif row.status == "pending":
@@ -195,7 +195,7 @@ def _survey(
         finished: yield finished rows too.
         period: rows that were claimed within these seconds are recent.
         advance: called with the number of keys scanned since the last call.
-        sizes: gets the memory of some rows.
+        sizes: the memory of some rows is appended to it; None to query none.
     """
     together = not is_cluster(client)
     for node, scanned in names(client, f"{row_prefix(namespace, principal)}*", advance):
@@ -236,11 +236,11 @@ def _survey(
 
 
 class _Apart(Exception):
-    """The server wants rows of different slots in different calls, as a proxy in front of a cluster does."""
+    """The server requires separate calls for rows of different slots, as a proxy in front of a cluster does."""
 
 
 def _ask(node: Node, rows: Sequence[bytes], together: bool, finished: bool, period: float) -> list[Survey]:
-    """Return the surveys of the first of these rows: one of them all, or one of each."""
+    """Return the surveys of these rows, or of the first of them: one for all if `together`, otherwise one for each."""
     token = str(next(_calls))
     args = operations.survey(token, time.time(), period, finished, MAX_BYTES)
     surveys = []
@@ -276,7 +276,7 @@ def _count(row: RowSummary, totals: _Totals, period: float) -> None:
 
 
 def _read(client: Client, found: Sequence[_Found]) -> Iterator[RowSummary]:
-    """Yield the summaries of rows that are still there, a batch of a server at a time."""
+    """Yield the summaries of the rows that still exist, one batch of one server at a time."""
     by_node: dict[int, list[_Found]] = {}
     for row in found:
         by_node.setdefault(id(row.node), []).append(row)

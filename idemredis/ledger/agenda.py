@@ -110,7 +110,7 @@ class Batch:
         self._slept: dict[Job, Sleep] = {}
 
     def wake(self, emit: EmitEvent) -> None:
-        """Run each flow, which has slept, up to its next call or sleep."""
+        """Run each flow after its sleep, up to its next call or sleep."""
         self.advance([time.monotonic()] * len(self._jobs), emit)
 
     def advance(self, results: Sequence[Result], emit: EmitEvent) -> None:
@@ -150,7 +150,7 @@ class Batch:
 
 
 class Room:
-    """What may be kept during an outage, on all agendas together. Their runners lock it."""
+    """Counts what is kept during an outage, on all agendas together, and limits it. The runners lock it."""
 
     def __init__(self) -> None:
         self._kept: Counter[Kind] = Counter()
@@ -173,7 +173,7 @@ class Room:
 
 
 class Agenda:
-    """Which flow is due when. The runner locks it against other threads; only the end of a lease needs no lock."""
+    """When each flow is due. The runner locks it against other threads; only the end of a lease needs no lock."""
 
     def __init__(self) -> None:
         self._waiting: list[tuple[float, int, Job]] = []
@@ -222,7 +222,7 @@ class Agenda:
 
 
 def failed(calls: Sequence[Call[Any]], error: BaseException) -> list[Result]:
-    """Return the results of calls that failed with an error that is not Redis's; the flows retry, as in an outage."""
+    """Return results for calls that failed with an error that did not come from Redis; the flows retry them."""
     logger.error("background calls of the ledger failed; they are retried", exc_info=error)
     return [LedgerUnavailable(f"the calls failed with {type(error).__name__}") for _ in calls]
 

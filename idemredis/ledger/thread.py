@@ -31,8 +31,8 @@ class Background:
 
     Heartbeats have a thread of their own, so that no renewal waits for a completion or release that hangs. On a cluster
     there is one of each kind for each node, so that nothing waits for another node. The threads belong to one process:
-    work handed over in a forked child starts new ones there, and the parent's work stays with the parent. That is
-    noticed by the process id, since servers such as uWSGI fork without running Python's hooks.
+    a forked child starts new threads for its own work, and the parent's work stays with the parent. A fork is detected
+    by the process id, because servers such as uWSGI fork without running Python's hooks.
     """
 
     def __init__(self, run: RunCalls, emit: EmitEvent, name: str, place: Place) -> None:
@@ -44,7 +44,7 @@ class Background:
         _backgrounds.add(self)
 
     def run(self, wanted: InBackground) -> None:
-        """Run a flow; if a limit is reached, end it instead, and it emits what is lost."""
+        """Run a flow. If a limit is reached, end the flow instead; it then emits an event for what is lost."""
         begun = begin(wanted, self._emit)
         if begun is not None and not self._crew().runner("retries", wanted.row).add(*begun):
             begun[0].advance(GivenUp(), self._emit)
@@ -56,7 +56,7 @@ class Background:
         crew.go_on()
 
     def close(self, seconds: float = EXIT_WITHIN) -> None:
-        """Stop the threads, retry pending work once for about `seconds` seconds, and emit what is lost."""
+        """Stop the threads, retry pending work once within about `seconds`, and emit an event for what is lost."""
         until = time.monotonic() + seconds
         process = os.getpid()
         runners = [runner for key, crew in list(self._crews.items()) if key[0] == process for runner in crew.all()]
@@ -67,7 +67,7 @@ class Background:
         )
         for left, runner in zip(range(len(retries), 0, -1), retries, strict=True):  # responses first
             now = time.monotonic()
-            runner.finish(now + max(until - now, 0.0) / left)  # a node that hangs leaves time to the others
+            runner.finish(now + max(until - now, 0.0) / left)  # so that a hung node leaves time for the others
         for runner in runners:
             if runner.lane == "heartbeats":
                 runner.finish(until)
@@ -109,7 +109,7 @@ class _Crew:
         return list(self._runners.values())
 
     def go_on(self) -> None:
-        """Start a thread wherever retries are without one: it died, or could not be started."""
+        """Start a thread for each runner of retries whose thread died or could not be started."""
         for (lane, _), runner in list(self._runners.items()):
             if lane == "retries":
                 runner.go_on()
@@ -124,7 +124,8 @@ class _Runner:
         self._run = crew.run
         self._emit = crew.emit
         self._name = crew.name if lane == "heartbeats" else f"{crew.name} {lane}"
-        # Entered by itself: entering a Condition runs Python code, where a signal's exception would leave it locked.
+        # Used in place of the Condition, whose `__enter__` is Python code: a signal's exception in it would leave the
+        # lock held.
         self._lock = crew.lock
         self._changed = threading.Condition(crew.lock)
         self._agenda = Agenda()
@@ -152,7 +153,7 @@ class _Runner:
             self._wake_by(lease.first_heartbeat_at)
 
     def go_on(self) -> None:
-        """Start a thread if there is work without one: it died, or could not be started."""
+        """Start a thread if there is work, and its thread died or could not be started."""
         with self._lock:
             if self._batch is not None or self._agenda.due_at() is not None:
                 self._wake_by(math.inf)
@@ -164,11 +165,11 @@ class _Runner:
             self._changed.notify_all()
 
     def finish(self, until: float) -> None:
-        """Wait for the thread, retry what is pending once until then, and emit what is lost."""
+        """Wait for the thread, retry pending work once, until `until`; emit an event for what is lost."""
         with self._lock:
             while self._works_elsewhere() and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
-            while self._advancing and self._changed.wait(1.0):  # it is not in a call, so this is soon
+            while self._advancing and self._changed.wait(1.0):  # the thread is not in a call, so this ends soon
                 pass
             batch, self._batch = self._batch, None  # from here on the thread leaves its flows alone
             self._thread = None
@@ -202,7 +203,7 @@ class _Runner:
             thread.start()
         except RuntimeError as error:  # too many threads, or the process is exiting; `close` flushes at exit
             self._thread = None
-            logger.error("cannot start the background thread; it is tried again with the next work: %s", error)
+            logger.error("cannot start the background thread; the next background work tries again: %s", error)
 
     def _recover(self) -> None:
         """Put back the flows of a thread that died during a call."""
@@ -212,7 +213,7 @@ class _Runner:
             batch.put_back(self._crew.room, lambda job: self._agenda)
 
     def _put_back(self, batch: Batch) -> None:
-        """Schedule the batch's flows anew; where a row has moved to another node, with that node's runner."""
+        """Schedule the batch's flows again; if a row has moved to another node, with that node's runner."""
         others: set[_Runner] = set()
 
         def agenda_of(job: Job) -> Agenda:
@@ -291,7 +292,7 @@ def _close_all(*_: object, **__: object) -> None:
 
 
 def _close_when_a_child_process_ends() -> None:
-    """Have the ledgers closed in children of multiprocessing and Celery, which end without `atexit`."""
+    """Close the ledgers when children of multiprocessing and Celery end, which do not run `atexit` functions."""
     process = os.getpid()
     if process in _closes_in:
         return

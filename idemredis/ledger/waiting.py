@@ -1,7 +1,7 @@
-"""How many duplicates of web requests may wait at once, so that one tenant cannot hold every thread of a server.
+"""Limit how many duplicates of web requests wait at once, so that one tenant cannot occupy every thread of a server.
 
-A door claims within `bounded`. A duplicate for which there is no room does not wait: it gets the ordinary 409. Workers
-that wait through `reserve` and `once` have threads of their own, and are not bounded.
+An adapter claims within `bounded`. A duplicate for which there is no room does not wait: it gets the ordinary 409.
+Workers that wait through `reserve` and `once` have threads of their own, and are not limited.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ A_PRINCIPAL = 8
 
 
 class WaitingRoom:
-    """Counts the duplicates that wait in this process; nothing is counted while none does."""
+    """Counts the duplicates that wait in this process."""
 
     def __init__(self) -> None:
         self._reset()
 
     def _reset(self) -> None:
-        """Start empty, as a forked child must: those who wait are its parent's threads."""
+        """Start empty, as a forked child must: the waiting threads are its parent's."""
         self._process = os.getpid()
         self._lock = threading.RLock()  # reentrant: the garbage collector may end a claim while it is held
         self._waiting: Counter[object] = Counter()
 
     def enter(self, identity: Identity, threads: int | None) -> bool:
-        """Return whether there is room for one more duplicate; if so, `leave` must follow.
+        """Return True if one more duplicate may wait; the caller must then call `leave`.
 
         Args:
-            identity: which row it waits for.
+            identity: the row that it waits for.
             threads: how many requests the server runs at once in this process; None if unknown.
         """
         if self._process != os.getpid():
@@ -56,7 +56,7 @@ class WaitingRoom:
             return True
 
     def leave(self, identity: Identity) -> None:
-        """Note that a duplicate waits no longer."""
+        """Stop counting a duplicate that no longer waits."""
         if self._process != os.getpid():
             return
         with self._lock:
@@ -71,7 +71,7 @@ _room = WaitingRoom()
 
 @dataclass(frozen=True, slots=True)
 class _Bounded:
-    """The waiting room as one request sees it; how many threads there are is asked only once it has to wait."""
+    """The waiting room of one request; the number of threads is determined only if the request has to wait."""
 
     threads: Callable[[], int | None]
 
@@ -83,12 +83,12 @@ class _Bounded:
 
 
 room_of_request: ContextVar[_Bounded | None] = ContextVar("idemredis_room_of_request", default=None)
-"""The waiting room that bounds the claim under way; None where waiting is not bounded."""
+"""The waiting room of the current claim; None if the number of waiting duplicates is not limited."""
 
 
 @contextmanager
 def bounded(threads: Callable[[], int | None] = lambda: None) -> Iterator[None]:
-    """Bound how many claims made within the block wait; for doors.
+    """Limit how many of the claims that are made within such blocks wait; for adapters.
 
     Args:
         threads: returns how many requests the server runs at once in this process; None if unknown.
@@ -101,7 +101,7 @@ def bounded(threads: Callable[[], int | None] = lambda: None) -> Iterator[None]:
 
 
 def _owner(identity: Identity) -> tuple[str, str]:
-    """Return who waits: principals of two namespaces are different ones."""
+    """Return namespace and principal: equal principals of two namespaces are different ones."""
     return identity.row.partition(":")[0], identity.principal
 
 

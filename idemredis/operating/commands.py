@@ -77,7 +77,7 @@ _YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
     click.option("--all", "everything", is_flag=True, help="Finished rows too, after all others."),
     click.option("--digest", default="", help="Only the row with this digest, as in logs and events."),
     click.option(
-        "--limit", type=click.IntRange(1), default=DEFAULT_LIMIT, show_default=True, help="List at most so many rows."
+        "--limit", type=click.IntRange(1), default=DEFAULT_LIMIT, show_default=True, help="List at most this many rows."
     ),
 )
 def ls(
@@ -358,7 +358,11 @@ def acl(session: Session, as_json: bool, cluster: bool) -> None:
 @command(
     click.option("--read-only", is_flag=True, help="Do not run the scripts on scratch rows."),
     click.option(
-        "--sample", type=click.IntRange(0), default=DEFAULT_SAMPLE, show_default=True, help="Rows to check at most."
+        "--sample",
+        type=click.IntRange(0),
+        default=DEFAULT_SAMPLE,
+        show_default=True,
+        help="Maximum number of rows to check.",
     ),
 )
 def doctor_(session: Session, as_json: bool, read_only: bool, sample: int) -> None:

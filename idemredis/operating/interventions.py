@@ -258,10 +258,10 @@ class _Audit:
 
 
 def _who() -> str:
-    """Return the process's user, and what sudo says of who they were before.
+    """Return the process's user, and `SUDO_USER` in parentheses if it is set.
 
-    The user is the kernel's, since anybody can set LOGNAME and USER. SUDO_USER can be set by anybody, too, so it only
-    stands beside the user, and at most as long as a user's name.
+    The user comes from the kernel, because anybody can set LOGNAME and USER. Anybody can set SUDO_USER, too, so it is
+    only added to the user, cut to the length of a user's name.
     """
     try:
         user = pwd.getpwuid(os.getuid()).pw_name

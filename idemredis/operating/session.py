@@ -1,4 +1,4 @@
-"""What each command stands on: the ledger it works with, the row that it is about, its common options."""
+"""Shared parts of the commands: the ledger, the row that a command is about, and the common options."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Session:
 
     @property
     def client_options(self) -> dict[str, Any]:
-        """What the client's connections are made of; known even if no server can be reached."""
+        """The options of the client's connections; known even if no server can be reached."""
         return options(self.ledger.client if "ledger" in self.__dict__ else client(self._url.value, self._timeout))
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """Effects in a SQL database, exactly once: the response is recorded in the transaction that makes the effect.
 
-`table` defines the table and reads it, `effects` has what users call, and `block` is the one-step form. This room knows
-nothing of Redis: it needs only the reservation's row, fingerprint and generation.
+`table` defines the table and reads it, `effects` has what users call, and `block` is the one-step form. Nothing here
+uses Redis: the code needs only the reservation's row, fingerprint and generation.
 """
 
 try:

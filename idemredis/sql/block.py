@@ -29,9 +29,9 @@ class EffectBlock(Generic[S]):
     """What `Effects.once` gives to its block.
 
     Attributes:
-        session: makes the effect. Do not commit it: that is done when the block ends.
-        done: the response that an earlier attempt has recorded, or None. If it is not None, what the block does in the
-            session is rolled back, so the block may leave it out.
+        session: the session to make the effect with. Do not commit it: it is committed when the block ends.
+        done: the response that an earlier attempt has recorded, or None. If it is not None, everything that the block
+            does in the session is rolled back, so the block may skip it.
         response: what to record: a `StoredResponse`, or a JSON value, or `(value, status)` or
             `(value, status, headers)`; None by default, which is recorded as `null`.
     """
@@ -49,7 +49,7 @@ class EffectBlock(Generic[S]):
 
     @property
     def answer(self) -> StoredResponse:
-        """The response to return: the recorded one, whichever attempt made it; known when the block has ended.
+        """The recorded response, whichever attempt made it; return it after the block.
 
         Raises:
             RuntimeError: the block has not ended, or it raised.
@@ -120,7 +120,7 @@ class EffectBlock(Generic[S]):
         event.listen(session, "before_commit", self._refuse_commit)
 
     def _end(self, session: Session, error: BaseException | None) -> bool:
-        """End the transaction; return True if a record answers the error that left the block."""
+        """End the transaction; return True if the recorded response replaces the error that left the block."""
         event.remove(session, "before_commit", self._refuse_commit)
         failed: Exception | None = None
         if error is None and self.done is None:
@@ -154,7 +154,7 @@ class EffectBlock(Generic[S]):
         return None
 
     def _recorded(self, session: Session, error: BaseException | None) -> StoredResponse | None:
-        """Return the response if the effect was committed, by another attempt, or by a commit whose reply was lost."""
+        """Return the response if the effect was committed: by another attempt, or by a commit whose reply was lost."""
         if error is not None and (found := of_effect(error, self._reservation)) is not None:
             return found.response
         if not isinstance(error, DBAPIError):

@@ -1,4 +1,4 @@
-"""`Effects`: record, find and prune; the sync code also runs under an `AsyncSession`, through its `run_sync`."""
+"""`Effects`: record, find and prune. An `AsyncSession` runs the same sync code through `run_sync`."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class Effects:
 
     The table is in PostgreSQL, MySQL, MariaDB (InnoDB) or SQLite. It outlives the rows of the ledger: an attempt whose
     row was lost, or that was stopped while another took over, cannot commit its effect a second time. Every method
-    takes a sync session, or an `AsyncSession` and is then awaited.
+    takes a sync session or an `AsyncSession`; with an `AsyncSession`, await the result.
 
     Args:
-        metadata: what the table is defined in, such as `Base.metadata`, so that `create_all` and Alembic see it;
-            a new one by default.
+        metadata: the `MetaData` that the table is added to, such as `Base.metadata`, so that `create_all` and Alembic
+            see it; a new one by default.
         table: the table's name.
 
     Attributes:
@@ -94,9 +94,9 @@ class Effects:
     ) -> StoredResponse | Awaitable[StoredResponse]:
         """Record the response in the session's open transaction; commit it together with the effect.
 
-        If another attempt is about to commit the same record, this waits for its transaction to end. If the record
-        exists, or the insert fails in another way, the session's transaction has been rolled back when this raises.
-        Where a view runs without a claim and without a fingerprint, as under `MODE = "observe"`, nothing is recorded.
+        If another attempt has inserted the record and not committed yet, this waits for its transaction to end. If the
+        record exists, or the insert fails in another way, the session's transaction is rolled back before this raises.
+        If a view runs without a claim and without a fingerprint, as under `MODE = "observe"`, nothing is recorded.
 
         Args:
             session: the session that makes the effect.
@@ -109,12 +109,12 @@ class Effects:
 
         Raises:
             EffectDone: an earlier attempt committed the effect; `response` is what it recorded.
-            KeyReused: the record is of another request under the same key. Nothing of it is revealed.
-            InvalidResponse: the response is neither of these; nothing was sent.
+            KeyReused: the record belongs to another request under the same key. The error reveals nothing of it.
+            InvalidResponse: the response is none of these kinds; nothing was sent.
             ConfigurationError: the session or its database is not supported, or commits each statement by itself.
             CorruptRow: the record was edited and cannot be read.
             sqlalchemy.exc.DBAPIError: a deadlock, serialization failure, lock timeout or lost connection, as the
-                driver reports it. Nothing is retried here, since the whole transaction has to be.
+                driver reports it. It is not retried here, because the whole transaction must be retried.
         """
         what = as_response(response)
         session = session_of(session)
@@ -134,9 +134,9 @@ class Effects:
     def once(self, session: Any, reservation: Reservation) -> Any:
         """Run a block in a transaction that is committed with the record of its response; use `with` or `async with`.
 
-        The block gets an `EffectBlock`: it works with `session`, sets `response`, and after the block `answer` is
-        what to return. If an earlier attempt has committed the effect, the transaction is rolled back, and `answer`
-        is that attempt's response. If the connection is lost during the commit, the table is asked what happened.
+        The block gets an `EffectBlock`. It makes the effect with `session` and sets `response`. After the block, return
+        `answer`. If an earlier attempt has committed the effect, the transaction is rolled back, and `answer` is that
+        attempt's response. If the connection is lost during the commit, the table is read to find out what happened.
 
         Args:
             session: makes the session, such as a `sessionmaker`; it is closed at the end. With a `scoped_session`, the
@@ -157,7 +157,7 @@ class Effects:
 
         Returns:
             A function of the reservation. It returns the recorded response, or None if there is none, and raises
-            `KeyReused` if the record is of another request.
+            `KeyReused` if the record belongs to another request.
         """
         if makes_async(session):
 
@@ -211,7 +211,7 @@ class Effects:
             check_dialect(session.get_bind(clause=statement).dialect)
             connection = session.connection(bind_arguments={"clause": statement})
             check_transactional(connection)
-            # Not by the session, which would flush the application's objects now.
+            # Not through the session, which would flush the application's objects now.
             connection.execute(statement, values(r, response))
         except DBAPIError as error:
             abandon(session)
@@ -229,7 +229,7 @@ class Effects:
             return None
         bind = session.get_bind(clause=self._insert)  # where it writes, also if it reads from replicas
         check_dialect(bind.dialect)
-        if session.in_transaction():  # which has a connection; another one might have to be waited for
+        if session.in_transaction():  # use its connection: the pool may have no other one to give
             bind = session.connection(bind_arguments={"clause": self._insert})
         return find(bind, self._of_row, r)
 

@@ -15,7 +15,7 @@ _TYPE = ("content-type", "application/json")
 
 
 def as_response(given: object) -> StoredResponse:
-    """Return a `StoredResponse` for a JSON value, `(value, status)` or `(value, status, headers)`, or for another one.
+    """Return a `StoredResponse` for a JSON value, `(value, status)`, `(value, status, headers)` or `StoredResponse`.
 
     Headers that are meant for one delivery, such as `Set-Cookie`, are left out.
 

@@ -1,4 +1,4 @@
-"""Sessions, as `Effects` gets them: which one is meant, where it writes, and how its transaction is ended for sure."""
+"""The sessions that are passed to `Effects`: open the one that is meant, and end its transaction in every case."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def session_of(given: Any) -> Any:
 
 
 def opened(given: Any) -> tuple[Any, bool]:
-    """Return a session, and whether it was made here and so must be closed here.
+    """Return a session, and True if it was made here, so that the caller must close it.
 
     Args:
         given: a function that makes a session, such as a `sessionmaker`; or a session, or a `scoped_session`.
@@ -45,13 +45,13 @@ def is_async(session: object) -> bool:
 
 
 def makes_async(given: Any) -> bool:
-    """Return True for what is known to make an `AsyncSession` without being called."""
+    """Return True if this makes an `AsyncSession`, as far as can be seen without calling it."""
     factory = getattr(given, "session_factory", given)  # of a scoped session
     return is_async(getattr(factory, "class_", factory))
 
 
 def abandon(session: Session) -> None:
-    """Roll the session's transaction back; if that fails, close its connections, so that the database does it."""
+    """Roll the session's transaction back; if that fails, close its connections, and the database rolls it back."""
     try:
         session.rollback()
     except Exception:

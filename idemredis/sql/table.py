@@ -78,7 +78,7 @@ def _now_sqlite(element: now_ms, compiler: Any, **options: Any) -> str:
 
 
 def effects_table(metadata: MetaData, name: str) -> Table:
-    """Return the table; one that was defined before in this metadata is used again.
+    """Return the table, which is defined only once in each metadata.
 
     Raises:
         ConfigurationError: the name is not a non-empty str, or the metadata has another table of this name.
@@ -120,19 +120,19 @@ def _text(length: int) -> String:
 
 
 def record_name(text: str) -> str:
-    """Return a row's name or fingerprint as the table has it: a long one, or one that is not ASCII, as its digest."""
+    """Return a row's name or fingerprint as the table stores it; one that is long or not ASCII is hashed."""
     if len(text) <= NAME_LENGTH and text.isascii() and text.isprintable() and not text.startswith(_DIGEST):
         return text
     return _DIGEST + hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def insert(table: Table) -> Insert:
-    """Return the statement that makes a record of `values`; it fails where there is a record of the row."""
+    """Return the statement that inserts a record of `values`; it fails if the row has a record."""
     return table.insert().values(created_at=now_ms())
 
 
 def values(r: Reservation, response: StoredResponse) -> dict[str, Any]:
-    """Return the columns of a record, but for its time."""
+    """Return the columns of a record, except `created_at`."""
     status, headers, body, omitted = response.encode()
     return {
         "row_name": record_name(r.row),
@@ -152,12 +152,12 @@ def of_row(table: Table) -> Select[Any]:
 
 
 def find(bind: Engine | Connection, statement: Select[Any], r: Reservation) -> StoredResponse | None:
-    """Return the recorded response for this reservation, or None; `statement` is one of `of_row`.
+    """Return the recorded response for this reservation, or None; `statement` comes from `of_row`.
 
     On an engine, this reads what is committed. On a connection, it reads what the open transaction sees.
 
     Raises:
-        KeyReused: the record is of another request under the same key.
+        KeyReused: the record belongs to another request under the same key.
         CorruptRow: the record cannot be read.
         sqlalchemy.exc.DBAPIError: the database could not be read.
     """
@@ -207,7 +207,7 @@ def check_transactional(connection: Connection) -> None:
 
 
 def _commits_by_itself(connection: Connection) -> bool:
-    """Return what the driver says; nothing is sent to the database."""
+    """Return True if the driver says that it commits each statement; nothing is sent to the database."""
     if connection.dialect.name == "sqlite":  # an application may send BEGIN itself, and then this is no autocommit
         driver: Any = connection.connection.driver_connection
         return driver.isolation_level is None and not driver.in_transaction

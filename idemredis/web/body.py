@@ -1,4 +1,4 @@
-"""The raw target of a request, and its body, which is read once, hashed, and made readable again for the view."""
+"""A request's raw target, and its body: read once, hashed, and made readable again for the view."""
 
 from __future__ import annotations
 
@@ -83,9 +83,9 @@ class Spool:
         self.size += len(data)
 
     def rewind(self) -> None:
-        """Go to the start, to read; nothing is written afterwards."""
+        """Go to the start for reading; do not write afterwards."""
         if self._disk is not None:
-            self._disk.truncate(self.size)  # without what a failed write has left
+            self._disk.truncate(self.size)  # drops the rest of a failed write
             self.file = io.BufferedReader(self._disk, CHUNK)
             self._disk = None
         self.file.seek(0)
@@ -128,8 +128,8 @@ class _Recorder(io.RawIOBase):
 
     Attributes:
         source: the server's `wsgi.input`.
-        spool: what has been read; None if nothing has been, or if it could not be recorded.
-        refused: why it could not be recorded.
+        spool: the bytes that were read; None if there are none, or if they could not be recorded.
+        refused: why they could not be recorded; None if they were.
     """
 
     def __init__(self, source: Any, expected: int | None, limit: int) -> None:
@@ -190,7 +190,7 @@ class _Unread:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._open(), name)
         if callable(found):
-            setattr(self, name, found)  # found at once from now on: a body may be read byte by byte
+            setattr(self, name, found)  # saves the next look-up: a body may be read byte by byte
         return found
 
     def __iter__(self) -> Iterator[bytes]:
@@ -254,9 +254,9 @@ class RequestBody:
         self._joined: io.BufferedReader | None = None
 
     def record(self, limit: int | None) -> None:
-        """Record what is read of the body from now on, so that `buffer` has all of it.
+        """Record the parts of the body that are read from now on, so that `buffer` has all of it.
 
-        Nothing is recorded of a body that is larger than a limit by its Content-Length.
+        A body whose Content-Length exceeds a limit is not recorded.
 
         Args:
             limit: a further limit in bytes, of the application; None for none.
@@ -272,20 +272,20 @@ class RequestBody:
     def buffer(self, update: Callable[[bytes], object], limit: int | None) -> None:
         """Read the body to its end, and make it readable again from its start.
 
-        If that fails, the body can still be read as far as it is there.
+        If that fails, the part of the body that has arrived can still be read.
 
         Args:
             update: called with each piece of the body, including those that were read before.
             limit: a further limit in bytes, of the application; None for none.
 
         Raises:
-            BodyIncomplete, BodyTooLarge, LengthRequired, NoRoom: refuse the request without a claim.
+            BodyIncomplete, BodyTooLarge, LengthRequired, NoRoom: the caller must refuse the request without a claim.
         """
         unread, source, taken = self._unread, self._environ["wsgi.input"], None
         recorder = None if unread is None else unread.recorder
         if recorder is not None and recorder.refused is not None:
             raise recorder.refused
-        if unread is not None and unread is source:  # else the application has put in a body of its own
+        if unread is not None and unread is source:  # otherwise the application has set a body of its own
             source, taken = unread.source, None if recorder is None else recorder.spool
         expected = _expected(self._environ)
         most = self._limit if limit is None else min(limit, self._limit)

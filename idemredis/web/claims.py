@@ -1,4 +1,4 @@
-"""What a client receives for an outcome of the claim, or for what the claim raised."""
+"""The response that a client receives for an outcome of the claim, or for an error that the claim raised."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def answer_to(outcome: Replay | InProgress | Reused, contract: Contract) -> Refu
 
 
 def refusal_for(error: Exception, settings: Settings) -> Refusal | None:
-    """Return the refusal for what was raised before a reservation was there; None if the view may run unprotected.
+    """Return the refusal for an error that was raised before the claim succeeded; None if the view may run unprotected.
 
     Raises:
-        Exception: the error again, if it is none of the ledger's or the body's.
+        Exception: the error itself, if neither the ledger nor the body raised it.
     """
     contract = settings.contract
     ran = "runs, since it is only observed" if settings.mode == "observe" else "was not run"
@@ -58,7 +58,7 @@ def refusal_for(error: Exception, settings: Settings) -> Refusal | None:
         case CorruptRow():  # its event is logged, with the row's digest
             return contract.row_corrupt()
         case LedgerUnavailable(reason=reason):
-            busy = reason == "busy_pool"  # which says nothing about Redis
+            busy = reason == "busy_pool"  # Redis may be up
             if not settings.fail_open or busy or settings.mode == "observe":
                 return contract.unavailable()
             logger.error("a request runs unprotected, since %sFAIL_OPEN is set: %s", PREFIX, error)
@@ -68,7 +68,7 @@ def refusal_for(error: Exception, settings: Settings) -> Refusal | None:
 
 
 def identity_of(namespace: str, principal: str, header: str | None, settings: Settings, operation: str) -> Identity:
-    """Return the identity that the row of an unprotected request has or would have; without a key, always another.
+    """Return the identity that an unprotected request's row has or would have; without a key, a new one each time.
 
     Raises:
         InvalidKey: the header is not a key.

@@ -143,7 +143,8 @@ class Contract:
     def answer(self, response: StoredResponse) -> StoredResponse:
         """Return what a client gets for a response that was stored, recorded, or returned as a `StoredResponse`.
 
-        It lacks the headers that are meant for one delivery; the body of a tombstone is refused.
+        Headers that are meant for one delivery are left out. If the body was not stored, this is the refusal that says
+        so.
         """
         if response.omitted:
             return self.not_stored(response)
@@ -151,7 +152,7 @@ class Contract:
         return response if headers == response.headers else StoredResponse(response.status, headers, response.body)
 
     def answer_effect(self, ending: Ending) -> StoredResponse:
-        """Return what a client gets where `of_effect` has an ending: the effect's response, or the key is reused."""
+        """Return what a client gets for an ending of `of_effect`: the effect's response, or that the key is reused."""
         return self.key_reused() if ending.response is None else self.answer(ending.response)
 
     def refuse(self, code: str, message: str, *, retry_after: float | None = None, **facts: int) -> Refusal:

@@ -20,12 +20,12 @@ __all__ = ["ResponseRecorder"]
 logger = logging.getLogger("idemredis")
 
 DRAIN_SECONDS = 5.0
-"""How long the rest of a stream is collected after its client went away. It is longer than a small response takes, and
-a slow source holds its worker for no longer than a slow client would."""
+"""Seconds for which the rest of a stream is collected after its client went away. Most small responses end earlier. A
+slow source occupies its worker for no longer than a slow client would."""
 
 
 class _End(NamedTuple):
-    """How the application finished: the status that the client receives, or the exception that it does not."""
+    """How the application finished: the status that the client receives, or the exception that left the application."""
 
     status: int | None
     error: BaseException | None
@@ -48,7 +48,7 @@ class ResponseRecorder:
 
     Attributes:
         settled: True once the row is settled.
-        failure: the exception of the application that it has turned, or may still turn, into a response.
+        failure: the exception that the application has turned, or may still turn, into a response.
         failed_afterwards: True if it was raised after the view had made its response.
     """
 
@@ -70,7 +70,7 @@ class ResponseRecorder:
         self._storable = storable
         self._content: StoredResponse | None = None
         self._retry_after = False
-        # The stream is not kept alive from here: one that is dropped unread shall notice it.
+        # Only a weak reference: a stream that is dropped unread must be able to notice that.
         self._stream: object = None
         self._open_stream: weakref.ref[_Collected] | None = None
         self._end: _End | None = None
@@ -116,7 +116,7 @@ class ResponseRecorder:
     # The decision
 
     def effect_found(self, ending: Ending) -> None:
-        """Settle the row now, as `of_effect` says: the effect was committed before, whatever happens to the request."""
+        """Settle the row now, as `of_effect` says: the effect is already committed, or belongs to another request."""
         response = ending.response
         if response is None:
             self._settle_by(ending)
@@ -144,7 +144,7 @@ class ResponseRecorder:
         """
         if self._end is None:
             self._end = _End(status, error, retry_after)
-            if self._stream is None or error is not None:  # nobody reads the stream of a response that was not sent
+            if self._stream is None or error is not None:  # after an error, nobody reads the stream
                 self._decide()
 
     def when_settled(self, then: Callable[[], object]) -> None:
@@ -220,8 +220,8 @@ class ResponseRecorder:
     def _choice(self, status: int, end: _End | None) -> Choice:
         """Return what to do with the content: the view's choice, or else the rules for the statuses.
 
-        The view's choice is about its own response. So "store" does not make a failure final that came after the view,
-        and "omit" only says how a response is stored that the rules store.
+        The view's choice applies to its own response only. If the request failed after the view, "store" does not make
+        that failure final. "omit" leaves out the body of a response that the rules store.
         """
         outcome = chosen_outcome(self.reservation)
         if outcome in ("release", "hold"):
@@ -257,7 +257,7 @@ class ResponseRecorder:
 
 
 class _Collected:
-    """A response stream that is collected up to a limit, and tells the recorder when it ends or breaks."""
+    """A response stream that is collected up to a limit, and notifies the recorder when it ends or breaks off."""
 
     def __init__(
         self, source: Any, recorder: ResponseRecorder, status: int, headers: tuple[tuple[str, str], ...]
@@ -344,7 +344,7 @@ def _stored(content: StoredResponse) -> Ending:
 
 
 def _plain(status: int) -> StoredResponse:
-    """Return the response that is stored for a failure which the application gave no response for."""
+    """Return the response that is stored for a failure for which the application made no response."""
     try:
         phrase = HTTPStatus(status).phrase
     except ValueError:

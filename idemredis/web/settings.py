@@ -22,7 +22,7 @@ __all__ = ["DEFAULTS", "LEDGER_SETTINGS", "MODES", "PREFIX", "Mode", "Settings",
 PREFIX = "IDEMREDIS_"
 
 Mode: TypeAlias = Literal["enforce", "observe", "off"]
-"""Refuse and replay; or claim and record, but always run the view; or touch nothing."""
+"""`enforce`: refuse and replay; `observe`: claim and record, but always run the view; `off`: do nothing."""
 
 MODES = ("enforce", "observe", "off")
 

@@ -1,4 +1,4 @@
-"""What an adapter is set up with: whose the keys are, and the ledger of its settings."""
+"""Check the arguments of an adapter, and create its ledger from the settings."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def check_given(
         article = "an" if kind.__name__[0] == "A" else "a"
         raise ConfigurationError(f"ledger must be {article} {kind.__name__}, not {type(ledger).__name__}")
     if ledger is not None and observers:
-        raise ConfigurationError(f"pass observers to the {kind.__name__}; one that is passed here has its own")
+        raise ConfigurationError(f"pass observers to the {kind.__name__}, not here; a ledger has its own observers")
     if problem is not None and not callable(problem):
         raise ConfigurationError(f"problem must be a function, not {problem!r}")
 
 
 def constant(principal: object) -> object:
-    """Return a principal that is the same for every request.
+    """Return a constant principal, once it is checked.
 
     Raises:
         ConfigurationError: it is not a valid principal.
@@ -56,7 +56,8 @@ def make_ledger(kind: type[L], settings: Settings, client: Any, ledger: L | None
     """Return the ledger that was passed, or make one from the settings.
 
     Raises:
-        ConfigurationError: a setting is the ledger's own, both a URL and a client are given, or neither is.
+        ConfigurationError: a setting belongs to the ledger that was passed, or both a URL and a client are given, or
+            neither is.
     """
     if ledger is not None:
         if doubled := sorted(settings.configured & LEDGER_SETTINGS):

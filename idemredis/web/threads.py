@@ -1,4 +1,4 @@
-"""How many requests a WSGI server runs at once in this process, as far as the server tells."""
+"""How many requests a WSGI server runs at once in this process, if that can be found out."""
 
 from __future__ import annotations
 
