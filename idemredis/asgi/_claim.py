@@ -53,6 +53,14 @@ async def begin(exchange: Exchange, options: Options, principal: Any = ASK, valu
     if exchange.began:
         return
     exchange.began = True
+    try:
+        await _begin(exchange, options, principal, value)
+    except BaseException:
+        exchange.began = exchange.reservation is not None  # whoever calls the endpoint again must not run it unclaimed
+        raise
+
+
+async def _begin(exchange: Exchange, options: Options, principal: Any, value: Any) -> None:
     exchange.outgoing.answer_error = functools.partial(answer_error, exchange)
     settings = exchange.idempotency.settings
     ask: Ask = functools.partial(exchange.idempotency.ask_principal, exchange.scope)

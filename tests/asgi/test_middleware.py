@@ -480,6 +480,63 @@ def test_an_endpoint_may_return_a_stored_response(sync: bool, kind: str, make_as
         assert site.omitted() == b"not_wanted"
 
 
+def test_an_endpoint_may_return_a_stored_response_where_nothing_is_claimed(make_asgi_site: MakeAsgiSite) -> None:
+    site = make_asgi_site()
+
+    async def endpoint(request: Request) -> StoredResponse:
+        return StoredResponse(201, (("Location", "/7"),), b"made")
+
+    inner = site.idempotency.protect(endpoint)
+    site.app.router.routes.append(Route("/charges", inner, methods=["GET"]))
+    site.app.router.routes.append(Route("/charges", site.idempotency.protect(inner), methods=POST))
+    for method in ("GET", "POST"):
+        answer = site.send(path="/charges", method=method)
+        assert (answer.status_code, answer.text, answer.headers["Location"]) == (201, "made", "/7")
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_calls_a_refused_endpoint_again_does_not_run_it(sync: bool, make_asgi_site: MakeAsgiSite) -> None:
+    """An application of no framework, whose decorator tries again whatever is raised, also what ends a replay."""
+    site = make_asgi_site()
+    scopes: list[Any] = []
+
+    async def run() -> bytes:
+        site.runs.append("run")
+        return b"made"
+
+    def run_sync() -> bytes:
+        site.runs.append("run")
+        return b"made"
+
+    def principal(scope: Any) -> str:
+        scopes.append(scope)
+        if len(scopes) == 1:
+            raise OSError("the directory of users is away")
+        return "alice"
+
+    idempotency = Idempotency(principal=principal, ledger=site.ledger)
+    protected = idempotency.protect(run)
+    protected_sync = idempotency.protect(run_sync)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for attempt in range(3):
+            try:
+                body = await asyncio.to_thread(protected_sync) if sync else await protected()
+                break
+            except Exception:
+                if attempt == 2:
+                    raise
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    around = IdempotencyMiddleware(app, idempotency)
+    first, again = (_serve(site, around, *site.request()) for _ in range(2))
+    assert first.body == again.body == b"made"
+    assert site.runs == ["run"]
+    assert len(site.rows()) == 1
+    assert answer_of(again.messages).headers["Idempotent-Replayed"] == "true"
+
+
 # Refusals in the application's own shape
 
 
