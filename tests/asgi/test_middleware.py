@@ -160,6 +160,35 @@ def test_protect_all_around_what_is_mounted_claims_what_is_served_there(how: str
     assert len(site.sent) == sent
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_protect_all_within_a_mounted_application_matches_its_routes(
+    wrapped: bool, make_asgi_site: MakeAsgiSite
+) -> None:
+    site = make_asgi_site(PROTECT_ALL=True)
+    site.app.router.routes += [
+        Route("/things", _counting(site), methods=POST),
+        Route("/exempt", site.idempotency.exempt(_counting(site)), methods=POST),
+    ]
+    whole = BaseHTTPMiddleware(site.app, lambda request, call_next: call_next(request)) if wrapped else site.app
+    if not wrapped:
+        site.app.add_middleware(_Opaque)
+    app = Starlette(routes=[Mount("/sub", whole)])
+    bodies = [_serve(site, app, *site.request(f"k-{path}", f"/sub/{path}")).body for path in ("things", "exempt")]
+    assert bodies == [b"run True 1", b"run False 2"]
+    assert answer_of(_serve(site, app, *site.request("k3", "/sub/nowhere")).messages).status_code == 404
+    assert len(site.rows()) == 1
+
+
+class _Opaque:
+    """A middleware that does not show what it is around."""
+
+    def __init__(self, app: Any) -> None:
+        self._around = app
+
+    async def __call__(self, *message: Any) -> None:
+        await self._around(*message)
+
+
 def test_a_safe_method_passes_under_protect_all(guarded: AsgiSite) -> None:
     assert guarded.send(path="/plain/7", method="GET").text == "run False 1"
     assert guarded.sent == []
