@@ -25,6 +25,7 @@ from ..web.contract import Refusal, parse_key
 from ..web.options import Options
 from ..web.recorder import ResponseRecorder
 from ._exchange import Exchange
+from ._messages import headers_in
 from ._types import Message
 
 __all__ = ["ASK", "answer_error", "begin", "recovered", "responded", "stored", "waited_for"]
@@ -52,6 +53,14 @@ async def begin(exchange: Exchange, options: Options, principal: Any = ASK, valu
     if exchange.began:
         return
     exchange.began = True
+    try:
+        await _begin(exchange, options, principal, value)
+    except BaseException:
+        exchange.began = exchange.reservation is not None  # whoever calls the endpoint again must not run it unclaimed
+        raise
+
+
+async def _begin(exchange: Exchange, options: Options, principal: Any, value: Any) -> None:
     exchange.outgoing.answer_error = functools.partial(answer_error, exchange)
     settings = exchange.idempotency.settings
     ask: Ask = functools.partial(exchange.idempotency.ask_principal, exchange.scope)
@@ -284,5 +293,5 @@ async def responded(made: Any, exchange: Exchange, refusal: Refusal | None = Non
 
     await made(dict(exchange.scope), receive, send)
     start, *pieces = [message for message in messages if message["type"].startswith("http.response.")]
-    headers = tuple((bytes(name).decode("latin-1"), bytes(value).decode("latin-1")) for name, value in start["headers"])
+    headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers_in(start))
     return StoredResponse(start["status"], headers, b"".join(piece.get("body", b"") for piece in pieces))

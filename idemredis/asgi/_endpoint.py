@@ -13,7 +13,7 @@ from ..errors import ConfigurationError
 from ..web.options import Options
 from ._claim import answer_error, begin, recovered, stored
 from ._exchange import Exchange, Passing, exchanges
-from ._messages import native
+from ._messages import Answered, native
 
 __all__ = ["is_async", "protected"]
 
@@ -37,50 +37,67 @@ def protected(options: Options, endpoint: Callable[..., Any]) -> Callable[..., A
         @functools.wraps(endpoint)
         async def run(*args: Any, **kwargs: Any) -> Any:
             exchange = _exchange(name)
-            if exchange is None:
+            if isinstance(exchange, Passing):
+                return _unclaimed(exchange, await endpoint(*args, **kwargs), args)
+            if exchange.within_protect:
                 return await endpoint(*args, **kwargs)
-            await begin(exchange, options)
-            if (answer := exchange.outgoing.answer) is not None:
-                return native(answer, exchange.scope, args)
+            exchange.within_protect = True
             try:
-                made = await recovered(exchange, options)
-                if made is None:
-                    made = await endpoint(*args, **kwargs)
-                return await _returned(exchange, made, args)
-            except Exception as error:
-                if not await answer_error(exchange, error) or (answer := exchange.outgoing.answer) is None:
-                    raise
-                return native(answer, exchange.scope, args)
+                is_first = not exchange.began
+                await begin(exchange, options)
+                if (answer := exchange.outgoing.answer) is not None:
+                    return native(answer, exchange.scope, args)
+                try:
+                    made = await recovered(exchange, options) if is_first else None
+                    if made is None:
+                        made = await endpoint(*args, **kwargs)
+                    return await _returned(exchange, made, args)
+                except Exception as error:
+                    if not await answer_error(exchange, error) or (answer := exchange.outgoing.answer) is None:
+                        raise
+                    return native(answer, exchange.scope, args)
+            finally:
+                exchange.within_protect = False
 
         return run
 
     @functools.wraps(endpoint)
     def run_in_thread(*args: Any, **kwargs: Any) -> Any:
         exchange = _exchange(name)
-        if exchange is None:
+        if isinstance(exchange, Passing):
+            return _unclaimed(exchange, endpoint(*args, **kwargs), args)
+        if exchange.within_protect:
             return endpoint(*args, **kwargs)
         if exchange.on_loop():
             raise ConfigurationError(
                 f"{name} is a plain function that runs on the event loop, where it cannot wait for its claim; make it "
                 "an async def, or have the framework run it in a thread (Litestar: sync_to_thread=True)"
             )
-        _on_loop(exchange, begin(exchange, options))
-        if (answer := exchange.outgoing.answer) is not None:
-            return native(answer, exchange.scope, args)
+        exchange.within_protect = True
         try:
-            r = exchange.reservation
-            made = options.recover(r) if options.recover is not None and r and r.taken_over else None
-            if inspect.iscoroutine(made):
-                made = _on_loop(exchange, made)
-            if made is None:
-                made = endpoint(*args, **kwargs)
-            if isinstance(made, StoredResponse):
-                return _on_loop(exchange, _returned(exchange, made, args))
-            return made
-        except Exception as error:
-            if not _on_loop(exchange, answer_error(exchange, error)) or (answer := exchange.outgoing.answer) is None:
-                raise
-            return native(answer, exchange.scope, args)
+            is_first = not exchange.began
+            _on_loop(exchange, begin(exchange, options))
+            if (answer := exchange.outgoing.answer) is not None:
+                return native(answer, exchange.scope, args)
+            try:
+                r = exchange.reservation
+                made = options.recover(r) if is_first and options.recover is not None and r and r.taken_over else None
+                if inspect.iscoroutine(made):
+                    made = _on_loop(exchange, made)
+                if made is None:
+                    made = endpoint(*args, **kwargs)
+                if isinstance(made, StoredResponse):
+                    return _on_loop(exchange, _returned(exchange, made, args))
+                return made
+            except Exception as error:
+                if (
+                    not _on_loop(exchange, answer_error(exchange, error))
+                    or (answer := exchange.outgoing.answer) is None
+                ):
+                    raise
+                return native(answer, exchange.scope, args)
+        finally:
+            exchange.within_protect = False
 
     return run_in_thread
 
@@ -104,8 +121,21 @@ def _on_loop(exchange: Exchange, work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run_coroutine_threadsafe(work, exchange.loop).result()
 
 
-def _exchange(name: str) -> Exchange | None:
-    """Return the request of a protected endpoint; None if it needs no claim, or was claimed before.
+def _unclaimed(passing: Passing, made: Any, args: tuple[Any, ...]) -> Any:
+    """Return what a framework takes for what an endpoint has returned to a request whose method is not protected.
+
+    An application of no known framework gets a `StoredResponse` as it is.
+    """
+    if not isinstance(made, StoredResponse):
+        return made
+    try:
+        return native(passing.idempotency.settings.contract.answer(made), passing.scope, args)
+    except Answered:
+        return made
+
+
+def _exchange(name: str) -> Exchange | Passing:
+    """Return the request of a protected endpoint.
 
     Raises:
         ConfigurationError: there is no middleware.
@@ -115,7 +145,6 @@ def _exchange(name: str) -> Exchange | None:
         raise ConfigurationError(
             f"{name} is protected, but no IdempotencyMiddleware is around it; add the middleware to the application"
         )
-    if isinstance(exchange, Passing) or exchange.began:
-        return None
-    exchange.endpoint = name
+    if isinstance(exchange, Exchange) and not exchange.began:
+        exchange.endpoint = name
     return exchange

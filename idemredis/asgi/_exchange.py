@@ -38,6 +38,10 @@ class Passing:
 
     reservation = None
 
+    def __init__(self, idempotency: Idempotency, scope: Scope) -> None:
+        self.idempotency = idempotency
+        self.scope = scope
+
 
 class Exchange:
     """One request with an unsafe method.
@@ -49,7 +53,8 @@ class Exchange:
         key_header: the key as the client sent it; None if it has not.
         body: None if nothing is hashed.
         outgoing: the response.
-        began: True once the claim was made or refused, or it was decided that none is needed.
+        began: True once the claim is made or refused, or it was decided that none is needed; also while it is made.
+        within_protect: True while a protected endpoint runs; one that it calls is a plain function.
         reservation: what `current_reservation` stands for; None if there is none.
         fingerprint: of a request that runs unprotected in an outage; "" otherwise.
         template: the route's template, if it was matched before the application has routed the request.
@@ -64,6 +69,7 @@ class Exchange:
         self.key_header = header(scope, KEY)
         self.outgoing = Outgoing(send, settings.storable)
         self.began = False
+        self.within_protect = False
         self.reservation: AsyncReservation | None = None
         self.fingerprint = ""
         self.template = ""

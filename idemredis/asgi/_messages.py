@@ -8,7 +8,7 @@ from typing import Any
 from ..core.response import NULL_BODY_STATUSES, REPLAY_HEADERS, StoredResponse, storable_names
 from ._types import Headers, Message, Scope
 
-__all__ = ["Answered", "body_of", "headers_of", "native", "own_headers", "start_of"]
+__all__ = ["Answered", "body_of", "headers_in", "headers_of", "native", "own_headers", "start_of"]
 
 _WITHOUT_LENGTH = frozenset({204, 304})
 """Statuses whose responses have no Content-Length (RFC 9110 §8.6), as servers send them."""
@@ -25,6 +25,11 @@ def headers_of(stored: StoredResponse) -> Headers:
         headers = [(name, value) for name, value in headers if name != b"content-length"]
         headers.append((b"content-length", str(len(_sent(stored))).encode()))
     return headers
+
+
+def headers_in(start: Message) -> Headers:
+    """Return the headers of an application's first message, in which ASGI has them optional, and any iterable."""
+    return [(bytes(name), bytes(value)) for name, value in start.get("headers", ())]
 
 
 def start_of(stored: StoredResponse, further: Headers) -> Message:
@@ -49,11 +54,11 @@ def own_headers(start: Message, answer: StoredResponse, storable: frozenset[str]
     """
     kept = []
     known = {name.lower() for name, _ in answer.headers}
-    for name, value in start.get("headers", ()):
-        text = bytes(name).lower().decode("latin-1")
+    for name, value in headers_in(start):
+        text = name.lower().decode("latin-1")
         describes_body = text in storable or text in REPLAY_HEADERS or not storable_names([text])
         if text not in known and (text == "set-cookie" or not describes_body):
-            kept.append((bytes(name), bytes(value)))
+            kept.append((name, value))
     return kept
 
 

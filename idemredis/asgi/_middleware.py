@@ -20,8 +20,6 @@ __all__ = ["IdempotencyMiddleware"]
 _SENDS_FILES = ("http.response.pathsend", "http.response.zerocopysend")
 """Extensions by which a body reaches the server without its bytes passing here."""
 
-_PASSING = Passing()
-
 
 class IdempotencyMiddleware:
     """Watch the requests of an ASGI application, so that `protect` and `guard` can claim them; or claim all of them.
@@ -68,7 +66,7 @@ class IdempotencyMiddleware:
             await self.app(scope, receive, send)
             return
         if scope["method"].upper() not in self._methods:
-            token = exchanges.set(_PASSING)
+            token = exchanges.set(Passing(self._idempotency, scope))
             try:
                 await self.app(scope, receive, send)
             finally:

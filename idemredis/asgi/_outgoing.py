@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from ..core.response import StoredResponse
 from ..web.recorder import ResponseRecorder
-from ._messages import body_of, own_headers, start_of
+from ._messages import body_of, headers_in, own_headers, start_of
 from ._types import Message, Send
 
 __all__ = ["Outgoing"]
@@ -108,11 +108,13 @@ class Outgoing:
             self.begun = True
             await self._forward(self._signed(message))
             return
-        self._start = message
+        if not self.begun:  # else the server refuses this message
+            self._body.clear()
+            self._omitted = False
+        headers = headers_in(message)
+        self._start = {**message, "headers": headers}
         self._status = message["status"]
-        self._headers = tuple(
-            (bytes(name).decode("latin-1"), bytes(value).decode("latin-1")) for name, value in message["headers"]
-        )
+        self._headers = tuple((name.decode("latin-1"), value.decode("latin-1")) for name, value in headers)
         length = next((value for name, value in self._headers if name.lower() == "content-length"), "")
         self._announced = int(length) if length.isdecimal() else None
         self.recorder.failure = sys.exc_info()[1]  # the exception, if an error handler makes this response

@@ -64,7 +64,8 @@ class Routes:
             matched = self._match(routes, dict(scope), "")
             return None if matched is None else Matched(matched.route, self.template(scope) or matched.template)
         matched = self._match(_routes_of(self._app) or (), dict(scope), "")
-        if self._given is self._app or "endpoint" not in scope or _is_part(middleware, self._app):
+        is_first = scope.get("endpoint", self._app) is self._app  # no route has been chosen but that to the application
+        if self._given is self._app or is_first or _is_part(middleware, self._app):
             return matched
         chosen = matched is not None and getattr(matched.route, "endpoint", None) is scope["endpoint"]
         return matched if chosen else Matched(None, self.template(scope))

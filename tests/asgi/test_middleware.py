@@ -160,6 +160,35 @@ def test_protect_all_around_what_is_mounted_claims_what_is_served_there(how: str
     assert len(site.sent) == sent
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_protect_all_within_a_mounted_application_matches_its_routes(
+    wrapped: bool, make_asgi_site: MakeAsgiSite
+) -> None:
+    site = make_asgi_site(PROTECT_ALL=True)
+    site.app.router.routes += [
+        Route("/things", _counting(site), methods=POST),
+        Route("/exempt", site.idempotency.exempt(_counting(site)), methods=POST),
+    ]
+    whole = BaseHTTPMiddleware(site.app, lambda request, call_next: call_next(request)) if wrapped else site.app
+    if not wrapped:
+        site.app.add_middleware(_Opaque)
+    app = Starlette(routes=[Mount("/sub", whole)])
+    bodies = [_serve(site, app, *site.request(f"k-{path}", f"/sub/{path}")).body for path in ("things", "exempt")]
+    assert bodies == [b"run True 1", b"run False 2"]
+    assert answer_of(_serve(site, app, *site.request("k3", "/sub/nowhere")).messages).status_code == 404
+    assert len(site.rows()) == 1
+
+
+class _Opaque:
+    """A middleware that does not show what it is around."""
+
+    def __init__(self, app: Any) -> None:
+        self._around = app
+
+    async def __call__(self, *message: Any) -> None:
+        await self._around(*message)
+
+
 def test_a_safe_method_passes_under_protect_all(guarded: AsgiSite) -> None:
     assert guarded.send(path="/plain/7", method="GET").text == "run False 1"
     assert guarded.sent == []
@@ -478,6 +507,63 @@ def test_an_endpoint_may_return_a_stored_response(sync: bool, kind: str, make_as
     else:
         assert [a.get_json()["error"] for a in (first, again)] == ["idempotency_response_not_stored"] * 2
         assert site.omitted() == b"not_wanted"
+
+
+def test_an_endpoint_may_return_a_stored_response_where_nothing_is_claimed(make_asgi_site: MakeAsgiSite) -> None:
+    site = make_asgi_site()
+
+    async def endpoint(request: Request) -> StoredResponse:
+        return StoredResponse(201, (("Location", "/7"),), b"made")
+
+    inner = site.idempotency.protect(endpoint)
+    site.app.router.routes.append(Route("/charges", inner, methods=["GET"]))
+    site.app.router.routes.append(Route("/charges", site.idempotency.protect(inner), methods=POST))
+    for method in ("GET", "POST"):
+        answer = site.send(path="/charges", method=method)
+        assert (answer.status_code, answer.text, answer.headers["Location"]) == (201, "made", "/7")
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_what_calls_a_refused_endpoint_again_does_not_run_it(sync: bool, make_asgi_site: MakeAsgiSite) -> None:
+    """An application of no framework, whose decorator tries again whatever is raised, also what ends a replay."""
+    site = make_asgi_site()
+    scopes: list[Any] = []
+
+    async def run() -> bytes:
+        site.runs.append("run")
+        return b"made"
+
+    def run_sync() -> bytes:
+        site.runs.append("run")
+        return b"made"
+
+    def principal(scope: Any) -> str:
+        scopes.append(scope)
+        if len(scopes) == 1:
+            raise OSError("the directory of users is away")
+        return "alice"
+
+    idempotency = Idempotency(principal=principal, ledger=site.ledger)
+    protected = idempotency.protect(run)
+    protected_sync = idempotency.protect(run_sync)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for attempt in range(3):
+            try:
+                body = await asyncio.to_thread(protected_sync) if sync else await protected()
+                break
+            except Exception:
+                if attempt == 2:
+                    raise
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": body})
+
+    around = IdempotencyMiddleware(app, idempotency)
+    first, again = (_serve(site, around, *site.request()) for _ in range(2))
+    assert first.body == again.body == b"made"
+    assert site.runs == ["run"]
+    assert len(site.rows()) == 1
+    assert answer_of(again.messages).headers["Idempotent-Replayed"] == "true"
 
 
 # Refusals in the application's own shape

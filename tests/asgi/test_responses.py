@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from starlette.responses import FileResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from idemredis import Policy
-from idemredis.asgi import current_reservation
+from idemredis.asgi import IdempotencyMiddleware, current_reservation
 from tests.support.asgi_site import AsgiSite, Wire
 from tests.support.doors import MakeAsgiSite
 from tests.support.waiting import wait_until
@@ -339,3 +340,39 @@ def test_the_reservation_is_there_until_the_end_of_a_stream(make_asgi_site: Make
     _add(site, endpoint)
     assert site.send(path="/things").text == "k1"
     assert (site.row()["checkpoint"], site.omitted()) == (b"sent", b"not_wanted")
+
+
+@pytest.mark.parametrize("headers", ["absent", "iterator"])
+@pytest.mark.parametrize("key", ["k1", None])
+def test_headers_may_be_absent_or_read_only_once(headers: str, key: str | None, make_asgi_site: MakeAsgiSite) -> None:
+    """ASGI has them as an iterable, and as optional."""
+    site = make_asgi_site()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        start = {"type": "http.response.start", "status": 201}
+        if headers == "iterator":
+            start["headers"] = iter([(b"location", b"/7")])
+        await send(start)
+        await send({"type": "http.response.body", "body": b"made"})
+
+    around = IdempotencyMiddleware(app, site.idempotency, protect_all=True)
+    site.app = around  # type: ignore[assignment]
+    site.idempotency.settings = replace(site.idempotency.settings, required=False)
+    answers = [site.send(key) for _ in range(2)]
+    for answer in answers:
+        assert (answer.status_code, answer.text) == (201, "made")
+        assert answer.headers.get("Location") == ("/7" if headers == "iterator" else None)
+
+
+def test_a_second_first_message_replaces_what_was_held_of_the_first(make_asgi_site: MakeAsgiSite) -> None:
+    site = make_asgi_site()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        length = [(b"content-length", b"8")]
+        await send({"type": "http.response.start", "status": 200, "headers": length})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+        await send({"type": "http.response.start", "status": 422, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"no"})
+
+    site.app = IdempotencyMiddleware(app, site.idempotency, protect_all=True)  # type: ignore[assignment]
+    assert [(a.status_code, a.text) for a in (site.send(), site.send())] == [(422, "no")] * 2
