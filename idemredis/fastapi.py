@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .asgi import Idempotency
 from .asgi._claim import ASK, answer_error, begin, recovered, responded, stored
-from .asgi._exchange import SCOPE, Exchange, Passing, exchanges
+from .asgi._exchange import SCOPE, Exchange, Passing, check_same, exchanges
 from .asgi._marks import mark
 from .core.reservation import AsyncReservation, AsyncUnprotected
 from .core.response import StoredResponse
@@ -112,7 +112,7 @@ def guard(
         who: Any = ASK,
         value: Any = ASK,
     ) -> AsyncReservation:
-        exchange = _exchange(request)
+        exchange = _exchange(request, idempotency)
         if exchange is None:
             return _passing(idempotency, options)
         await begin(exchange, options, who, value)
@@ -189,20 +189,19 @@ def _schema(codes: list[str], ietf: bool) -> dict[str, Any]:
     return {"type": "object", "required": needed, "properties": properties}
 
 
-def _exchange(request: Request) -> Exchange | None:
+def _exchange(request: Request, idempotency: Idempotency) -> Exchange | None:
     """Return the request's exchange; None if its method is not protected.
 
     Raises:
-        ConfigurationError: there is no middleware.
+        ConfigurationError: there is no middleware, or it has another `Idempotency`.
     """
     exchange = request.scope.get(SCOPE, exchanges.get())
-    if isinstance(exchange, Exchange):
-        return exchange
-    if isinstance(exchange, Passing):
-        return None
-    raise ConfigurationError(
-        "an endpoint has a guard, but no IdempotencyMiddleware is around it; add the middleware to the application"
-    )
+    if not isinstance(exchange, Exchange | Passing):
+        raise ConfigurationError(
+            "an endpoint has a guard, but no IdempotencyMiddleware is around it; add the middleware to the application"
+        )
+    check_same(idempotency, exchange, "an endpoint with a guard")
+    return exchange if isinstance(exchange, Exchange) else None
 
 
 def _passing(idempotency: Idempotency, options: Options) -> AsyncReservation:

@@ -6,21 +6,24 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.response import StoredResponse
 from ..errors import ConfigurationError
 from ..web.options import Options
 from ._claim import answer_error, begin, recovered, stored
-from ._exchange import Exchange, Passing, exchanges
+from ._exchange import Exchange, Passing, check_same, exchanges
 from ._messages import Answered, native
+
+if TYPE_CHECKING:
+    from ._setup import Idempotency
 
 __all__ = ["is_async", "protected"]
 
 T = TypeVar("T")
 
 
-def protected(options: Options, endpoint: Callable[..., Any]) -> Callable[..., Any]:
+def protected(idempotency: Idempotency, options: Options, endpoint: Callable[..., Any]) -> Callable[..., Any]:
     """Return an endpoint that is claimed before it runs; it is async if the endpoint is.
 
     Raises:
@@ -36,7 +39,7 @@ def protected(options: Options, endpoint: Callable[..., Any]) -> Callable[..., A
 
         @functools.wraps(endpoint)
         async def run(*args: Any, **kwargs: Any) -> Any:
-            exchange = _exchange(name)
+            exchange = _exchange(idempotency, name)
             if isinstance(exchange, Passing):
                 return _unclaimed(exchange, await endpoint(*args, **kwargs), args)
             if exchange.within_protect:
@@ -63,7 +66,7 @@ def protected(options: Options, endpoint: Callable[..., Any]) -> Callable[..., A
 
     @functools.wraps(endpoint)
     def run_in_thread(*args: Any, **kwargs: Any) -> Any:
-        exchange = _exchange(name)
+        exchange = _exchange(idempotency, name)
         if isinstance(exchange, Passing):
             return _unclaimed(exchange, endpoint(*args, **kwargs), args)
         if exchange.within_protect:
@@ -134,17 +137,18 @@ def _unclaimed(passing: Passing, made: Any, args: tuple[Any, ...]) -> Any:
         return made
 
 
-def _exchange(name: str) -> Exchange | Passing:
+def _exchange(idempotency: Idempotency, name: str) -> Exchange | Passing:
     """Return the request of a protected endpoint.
 
     Raises:
-        ConfigurationError: there is no middleware.
+        ConfigurationError: there is no middleware, or it has another `Idempotency`.
     """
     exchange = exchanges.get()
     if exchange is None:
         raise ConfigurationError(
             f"{name} is protected, but no IdempotencyMiddleware is around it; add the middleware to the application"
         )
+    check_same(idempotency, exchange, name)
     if isinstance(exchange, Exchange) and not exchange.began:
         exchange.endpoint = name
     return exchange

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ._routes import Routes
     from ._setup import Idempotency
 
-__all__ = ["KEY", "SCOPE", "Exchange", "Passing", "exchanges"]
+__all__ = ["KEY", "SCOPE", "Exchange", "Passing", "check_same", "exchanges"]
 
 SCOPE = "idemredis"
 """Key of the exchange in the scope."""
@@ -170,3 +170,15 @@ def _reservation() -> Reservation | None:
 
 
 look_also_in(_reservation)
+
+
+def check_same(idempotency: Idempotency, exchange: Exchange | Passing, name: str) -> None:
+    """Check that an endpoint and its middleware have one `Idempotency`, whose ledger and principal are used.
+
+    Raises:
+        ConfigurationError: they have two.
+    """
+    if exchange.idempotency is not idempotency:
+        raise ConfigurationError(
+            f"{name} is protected by another Idempotency than the IdempotencyMiddleware around it has; use one for both"
+        )

@@ -129,7 +129,7 @@ class Idempotency:
         def decorate(endpoint: Endpoint) -> Endpoint:
             if isinstance(endpoint, type) or not callable(endpoint):
                 raise ConfigurationError(_misused(endpoint))
-            return cast(Endpoint, mark(protected(chosen, endpoint), chosen))
+            return cast(Endpoint, mark(protected(self, chosen, endpoint), chosen))
 
         return decorate if endpoint is None else decorate(endpoint)
 

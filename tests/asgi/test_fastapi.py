@@ -293,20 +293,23 @@ def test_openapi_has_the_header_and_the_refusals(required: bool, protocol: str) 
 # Mistakes
 
 
-def test_a_guard_without_the_middleware_is_a_configuration_error() -> None:
-    idempotency = Idempotency(principal="acme", settings={"IDEMREDIS_URL": "redis://127.0.0.1:1"})
+def test_a_guard_without_the_middleware_or_with_anothers_is_a_configuration_error() -> None:
+    nowhere = {"IDEMREDIS_URL": "redis://127.0.0.1:1"}
+    idempotency, other = (Idempotency(principal="acme", settings=nowhere) for _ in range(2))
     app = FastAPI()
 
     @app.post("/charges", dependencies=[Depends(guard(idempotency))])
     def charge() -> None:
         """Charge."""
 
-    async def serve() -> None:
+    async def serve(app: Any) -> None:
         wire = Wire()
         await app(scope_of("POST", "/charges", [("Idempotency-Key", "k1")]), wire.receive, wire.send)
 
     with pytest.raises(ConfigurationError, match="no IdempotencyMiddleware is around it"):
-        asyncio.run(serve())
+        asyncio.run(serve(app))
+    with pytest.raises(ConfigurationError, match="another Idempotency"):
+        asyncio.run(serve(IdempotencyMiddleware(app, other)))
 
 
 @pytest.mark.parametrize(

@@ -649,19 +649,22 @@ def test_a_principal_may_be_found_by_a_function_of_the_scope_sync_or_async(
 # Mistakes
 
 
-def test_a_protected_endpoint_without_the_middleware_is_a_configuration_error() -> None:
+def test_a_protected_endpoint_without_the_middleware_or_with_anothers_is_a_configuration_error() -> None:
     idempotency = Idempotency(principal="acme", settings=NOWHERE)
 
     @idempotency.protect
     async def charge(request: Request) -> Response:
         return PlainTextResponse("done")
 
-    async def serve() -> None:
+    async def serve(app: Any) -> None:
         wire = Wire()
-        await Starlette(routes=[Route("/", charge, methods=POST)])(scope_of("POST", "/"), wire.receive, wire.send)
+        await app(scope_of("POST", "/"), wire.receive, wire.send)
 
+    app = Starlette(routes=[Route("/", charge, methods=POST)])
     with pytest.raises(ConfigurationError, match="no IdempotencyMiddleware is around it"):
-        asyncio.run(serve())
+        asyncio.run(serve(app))
+    with pytest.raises(ConfigurationError, match="another Idempotency"):
+        asyncio.run(serve(IdempotencyMiddleware(app, Idempotency(principal="acme", settings=NOWHERE))))
 
 
 def test_a_plain_function_on_the_event_loop_is_a_configuration_error_and_no_deadlock(
