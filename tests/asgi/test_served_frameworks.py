@@ -59,7 +59,9 @@ def test_a_request_runs_once_and_is_replayed_or_refused_over_every_version_of_ht
 
             reused = client.post(target, content=b'{"amount": 2}', headers=headers)
             assert (reused.status_code, reused.json()["error"]) == (409, "idempotency_key_reused")
-            missing = client.post(target, content=body, headers=kind)
+            request = client.build_request("POST", target)
+            del request.headers["Content-Length"]  # hypercorn ends a connection if nobody reads a body: its pull 365
+            missing = client.send(request)
             assert (missing.status_code, missing.json()["error"]) == (400, "idempotency_key_required")
             assert client.get("/up", headers={"Idempotency-Key": key}).status_code == 200
 
