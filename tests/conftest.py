@@ -46,6 +46,7 @@ STARTED_ONCE = (
 """What starts something that takes seconds, once for all of its tests: one process runs them all."""
 
 WAITING = (
+    "tests/asgi/test_served_frameworks.py",
     "tests/ledger/test_examples.py",
     "tests/ledger/test_runners.py",
     "tests/ledger/test_task_queues.py",

@@ -78,7 +78,8 @@ def async_client(url: str, socket_timeout: float = SOCKET_TIMEOUT) -> AsyncClien
 def clone(client: redis.asyncio.Redis) -> redis.asyncio.Redis:
     """Return another client of the same server and settings, with connections of its own."""
     pool = client.connection_pool
-    return type(client).from_pool(type(pool)(pool.connection_class, **pool.connection_kwargs))
+    kind, most = pool.connection_class, pool.max_connections
+    return type(client).from_pool(type(pool)(connection_class=kind, max_connections=most, **pool.connection_kwargs))
 
 
 def uncached(client: Any) -> Any:

@@ -4,107 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from typing import Any
 
-import django
 import pytest
-from django.conf import settings as django_settings
-from django.core.handlers.asgi import ASGIHandler
-from django.http import HttpRequest, HttpResponse
 from django.urls import path as django_path
 from litestar import Litestar
-from litestar import Request as LitestarRequest
 from litestar import post as litestar_post
 from litestar.params import FromPath
 from quart import Quart
-from quart import request as quart_request
 
 from idemredis import StoredResponse
 from idemredis.asgi import IdempotencyMiddleware, current_reservation
 from tests.support.asgi_site import AsgiSite, Wire, answer_of
 from tests.support.doors import MakeAsgiSite
-
-Site = AsgiSite
-Build = Callable[[AsgiSite, bool], Any]
-
-urlpatterns: list[Any] = []
+from tests.support.frameworks import build
+from tests.support.frameworks.in_django import serve as serve_django
 
 
-def _litestar(site: AsgiSite, sync: bool) -> Any:
-    if sync:
+def _built(site: AsgiSite, framework: str, sync: bool = False) -> Any:
+    def charge() -> dict[str, Any]:
+        site.runs.append(current_reservation.key)
+        return {"run": len(site.runs), "key": current_reservation.key}
 
-        @litestar_post("/charges/{order:str}", sync_to_thread=True)
-        @site.idempotency.protect
-        def charge(order: FromPath[str], request: LitestarRequest[Any, Any, Any]) -> dict[str, Any]:
-            return _charged(site)
-    else:
-
-        @litestar_post("/charges/{order:str}")
-        @site.idempotency.protect
-        async def charge(order: FromPath[str], request: LitestarRequest[Any, Any, Any]) -> dict[str, Any]:
-            return {**_charged(site), "body": (await request.body()).decode()}
-
-    return Litestar([charge], openapi_config=None)
+    return build(framework, site.idempotency, charge, sync)
 
 
-def _quart(site: AsgiSite, sync: bool) -> Any:
-    app = Quart("shop")
-    if sync:
-
-        @app.post("/charges/<order>")
-        @site.idempotency.protect
-        def charge(order: str) -> Any:
-            return _charged(site)
-    else:
-
-        @app.post("/charges/<order>")
-        @site.idempotency.protect
-        async def charge(order: str) -> Any:
-            return {**_charged(site), "body": await quart_request.get_data(as_text=True)}
-
-    return app
-
-
-def _django(site: AsgiSite, sync: bool) -> Any:
-    if not django_settings.configured:
-        django_settings.configure(
-            SECRET_KEY="x", ROOT_URLCONF=__name__, ALLOWED_HOSTS=["*"], MIDDLEWARE=[], LOGGING_CONFIG=None
-        )
-        django.setup(set_prefix=False)
-    if sync:
-
-        @site.idempotency.protect
-        def charge(request: HttpRequest, order: str) -> HttpResponse:
-            return _json(_charged(site))
-    else:
-
-        @site.idempotency.protect
-        async def charge(request: HttpRequest, order: str) -> HttpResponse:
-            return _json({**_charged(site), "body": request.body.decode()})
-
-    from django.urls import clear_url_caches
-
-    clear_url_caches()
-    urlpatterns[:] = [django_path("charges/<str:order>", charge)]
-    return ASGIHandler()
-
-
-def _json(body: dict[str, Any]) -> HttpResponse:
-    from django.http import JsonResponse
-
-    return JsonResponse(body)
-
-
-def _charged(site: AsgiSite) -> dict[str, Any]:
-    site.runs.append(current_reservation.key)
-    return {"run": len(site.runs), "key": current_reservation.key}
-
-
-FRAMEWORKS: dict[str, Build] = {"litestar": _litestar, "quart": _quart, "django": _django}
-
-
-@pytest.fixture(params=FRAMEWORKS)
+@pytest.fixture(params=["litestar", "quart", "django"])
 def framework(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -126,7 +51,7 @@ def test_an_endpoint_runs_once_and_refusals_and_replays_are_no_errors_of_the_app
     sync: bool, framework: str, make_asgi_site: MakeAsgiSite, caplog: pytest.LogCaptureFixture
 ) -> None:
     site = make_asgi_site()
-    app = IdempotencyMiddleware(FRAMEWORKS[framework](site, sync), site.idempotency)
+    app = IdempotencyMiddleware(_built(site, framework, sync), site.idempotency)
     caplog.set_level(logging.ERROR)
     first, again = _send(site, app), _send(site, app)
     assert first.status_code in (200, 201)
@@ -146,14 +71,14 @@ def test_a_large_body_reaches_the_endpoint_whole(size: int, framework: str, make
     site = make_asgi_site()
     if framework == "litestar":
         size = min(size, 9_000_000)
-    app = IdempotencyMiddleware(FRAMEWORKS[framework](site, False), site.idempotency)
+    app = IdempotencyMiddleware(_built(site, framework), site.idempotency)
     body = b"0123456789" * (size // 10)
     assert _send(site, app, data=body).get_json()["body"] == body.decode()
 
 
 def test_the_route_is_a_template_or_the_name_of_the_endpoint(framework: str, make_asgi_site: MakeAsgiSite) -> None:
     site = make_asgi_site()
-    _send(site, IdempotencyMiddleware(FRAMEWORKS[framework](site, False), site.idempotency))
+    _send(site, IdempotencyMiddleware(_built(site, framework), site.idempotency))
     route = site.row()["route"].decode()
     assert "7" not in route.removesuffix(".charge")
     if framework == "litestar":
@@ -184,8 +109,7 @@ def test_an_endpoint_may_return_a_stored_response(framework: str, make_asgi_site
         app = Quart("shop")
         app.post("/charges/<order>")(site.idempotency.protect(endpoint))
     else:
-        app = _django(site, False)
-        urlpatterns[:] = [django_path("charges/<str:order>", site.idempotency.protect(endpoint))]
+        app = serve_django([django_path("charges/<str:order>", site.idempotency.protect(endpoint))])
     for _ in range(2):
         answer = _send(site, IdempotencyMiddleware(app, site.idempotency))
         assert (answer.status_code, answer.data, answer.headers["Location"]) == (202, b"found", "/7")
@@ -194,6 +118,6 @@ def test_an_endpoint_may_return_a_stored_response(framework: str, make_asgi_site
 
 def test_protect_all_claims_before_another_application_routes(framework: str, make_asgi_site: MakeAsgiSite) -> None:
     site = make_asgi_site()
-    app = IdempotencyMiddleware(FRAMEWORKS[framework](site, False), site.idempotency, protect_all=True)
+    app = IdempotencyMiddleware(_built(site, framework), site.idempotency, protect_all=True)
     assert [_send(site, app).get_json()["run"] for _ in range(2)] == [1, 1]
     assert site.told() == ["claimed", "completed", "replayed"]

@@ -18,10 +18,11 @@ from redis.retry import Retry
 from werkzeug.test import TestResponse
 
 from idemredis import Policy, StoredResponse
+from tests.support.doors import MakeDoor
 from tests.support.outages import OUTAGES as REFUSALS
 from tests.support.proxy import Proxy
 from tests.support.servers import Server, free_port, start, valkey
-from tests.support.site import PRINCIPAL, MakeSite, Site
+from tests.support.site import PRINCIPAL, Door
 from tests.support.started import Servers
 from tests.support.waiting import wait_until
 
@@ -127,6 +128,13 @@ STORES = {"full", "no_password"}
 """Outages in which what already runs can be finished all the same."""
 
 
+@pytest.fixture(params=["flask", "async"])
+def door_kind(request: pytest.FixtureRequest) -> str:
+    """Flask, and the ASGI door with `async def` endpoints."""
+    kind: str = request.param
+    return kind
+
+
 @pytest.fixture(params=["valkey", "redis"])
 def victim(request: pytest.FixtureRequest, every_key_left_expires: Servers, tmp_path: Path) -> Iterator[Server]:
     """A server of this test alone, with a log on disk that is written before it answers."""
@@ -138,14 +146,14 @@ def victim(request: pytest.FixtureRequest, every_key_left_expires: Servers, tmp_
     server.stop()
 
 
-def open_site(make_site: MakeSite, server: Server, **options: Any) -> Site:
+def open_site(make_door: MakeDoor, server: Server, **options: Any) -> Door:
     """Make a site whose client is what `from_url` makes, as a service has it, and whose view counts itself."""
-    site = make_site(server, **{"url": server.url, **options})
+    site = make_door(server, **{"url": server.url, **options})
     site.view()
     return site
 
 
-def timed(site: Site, key: str) -> tuple[TestResponse, float]:
+def timed(site: Door, key: str) -> tuple[TestResponse, float]:
     """Send a request; return the answer and the seconds that it took."""
     began = time.monotonic()
     return site.send(key), time.monotonic() - began
@@ -157,9 +165,9 @@ def is_replay(answer: TestResponse) -> bool:
 
 @by_name
 def test_before_the_view_it_is_a_503_in_time_and_the_view_does_not_run(
-    victim: Server, make_site: MakeSite, outage: Outage
+    victim: Server, make_door: MakeDoor, outage: Outage
 ) -> None:
-    warm, cold = (open_site(make_site, victim) for _ in range(2))
+    warm, cold = (open_site(make_door, victim) for _ in range(2))
     assert warm.send("warm").status_code == 201
     sites = [cold] if outage.__name__ in ("no_password", "loading") else [warm, cold]  # time, or a login, is short
     with outage(victim):
@@ -181,9 +189,9 @@ def test_before_the_view_it_is_a_503_in_time_and_the_view_does_not_run(
 @by_name
 @pytest.mark.parametrize("victim", ["valkey"], indirect=True)
 def test_with_fail_open_the_view_runs_unprotected_and_says_so(
-    victim: Server, make_site: MakeSite, outage: Outage, caplog: pytest.LogCaptureFixture
+    victim: Server, make_door: MakeDoor, outage: Outage, caplog: pytest.LogCaptureFixture
 ) -> None:
-    site = open_site(make_site, victim, FAIL_OPEN=True)
+    site = open_site(make_door, victim, FAIL_OPEN=True)
     with outage(victim):
         answer, seconds = timed(site, "key-1")
         assert (answer.status_code, len(site.runs)) == (201, 1)
@@ -200,9 +208,9 @@ def test_with_fail_open_the_view_runs_unprotected_and_says_so(
 
 @by_name
 def test_after_the_view_the_client_has_its_answer_and_it_is_stored_also_past_the_lease(
-    victim: Server, make_site: MakeSite, outage: Outage
+    victim: Server, make_door: MakeDoor, outage: Outage
 ) -> None:
-    site = open_site(make_site, victim, policy=Policy(lease=0.5))
+    site = open_site(make_door, victim, policy=Policy(lease=0.5))
     site.send("warm")
     with ExitStack() as broken:
         site.inside = lambda: broken.enter_context(outage(victim))
@@ -219,29 +227,28 @@ def test_after_the_view_the_client_has_its_answer_and_it_is_stored_also_past_the
 
 
 def test_an_answer_that_the_server_never_takes_is_told_lost_once(
-    valkey_server: Server, make_site: MakeSite, caplog: pytest.LogCaptureFixture
+    valkey_server: Server, make_door: MakeDoor, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Proxy(valkey_server.port) as proxy:
-        site = open_site(make_site, valkey_server, url=proxy.url)
+        site = open_site(make_door, valkey_server, url=proxy.url)
         site.inside = proxy.refuse
         assert site.send("key-1").status_code == 201
-        site.ledger.close()
+        site.do("close")
         assert site.told().count("completion_lost") == 1
         assert caplog.text.count("completion_lost") == 1
 
 
-def test_a_full_server_takes_what_already_runs_and_refuses_what_is_new(victim: Server, make_site: MakeSite) -> None:
-    site = open_site(make_site, victim)
-    ledger = site.ledger
-    running: list[Any] = [ledger.claim(PRINCIPAL, f"r-{i}", "f") for i in range(4)]
+def test_a_full_server_takes_what_already_runs_and_refuses_what_is_new(victim: Server, make_door: MakeDoor) -> None:
+    site = open_site(make_door, victim)
+    running: list[Any] = [site.do("claim", PRINCIPAL, f"r-{i}", "f") for i in range(4)]
     with full(victim):
         assert site.send("new").status_code == 503
         for r in running:
-            ledger.renew(r)
-        ledger.checkpoint(running[0], "charged", {"id": 1})
-        ledger.release(running[0])
-        ledger.fail(running[1], answer := StoredResponse(201, (), b"x" * 10_000))
-        ledger.complete(running[2], answer)
+            site.do("renew", r)
+        site.do("checkpoint", running[0], "charged", {"id": 1})
+        site.do("release", running[0])
+        site.do("fail", running[1], answer := StoredResponse(201, (), b"x" * 10_000))
+        site.do("complete", running[2], answer)
         assert site.row("r-1")["status"] == b"failed"
         assert site.row("r-2")["status"] == b"completed"
         assert site.row("r-0")["owner"] == b""
@@ -253,7 +260,7 @@ COMMANDS = ("evalsha", "eval", "hmget", "hset", "pexpire", "pttl", "del")
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_user_who_may_not_use_one_command_leaves_no_row_without_a_ttl(
-    real_server: Server, make_site: MakeSite, namespace: str, command: str
+    real_server: Server, make_door: MakeDoor, namespace: str, command: str
 ) -> None:
     allowed = [f"+{name}" for name in (*COMMANDS, "ping") if name != command]
     with real_server.client() as admin:
@@ -261,7 +268,7 @@ def test_a_user_who_may_not_use_one_command_leaves_no_row_without_a_ttl(
         words = ["on", ">pw", "resetkeys", f"~{namespace}:*", "resetchannels", "-@all", *allowed]
         admin.execute_command("ACL", "SETUSER", "ledger", "reset", *words)
         try:
-            site = open_site(make_site, real_server, url=f"redis://ledger:pw@127.0.0.1:{real_server.port}/0")
+            site = open_site(make_door, real_server, url=f"redis://ledger:pw@127.0.0.1:{real_server.port}/0")
             answer, seconds = timed(site, "key-1")
             if command == "del":  # needed only to take back a row whose PEXPIRE was denied
                 assert (answer.status_code, len(site.runs)) == (201, 1)
@@ -274,9 +281,9 @@ def test_a_user_who_may_not_use_one_command_leaves_no_row_without_a_ttl(
 
 
 def test_connections_that_are_killed_and_scripts_that_are_forgotten_are_not_noticed(
-    real_server: Server, make_site: MakeSite
+    real_server: Server, make_door: MakeDoor
 ) -> None:
-    site = open_site(make_site, real_server)
+    site = open_site(make_door, real_server)
     with real_server.client(single_connection_client=True) as admin:
 
         def harm() -> None:
@@ -293,9 +300,9 @@ def test_connections_that_are_killed_and_scripts_that_are_forgotten_are_not_noti
     assert "unavailable" not in site.told()
 
 
-def test_a_server_without_a_log_forgets_and_the_late_answer_is_fenced(tmp_path: Path, make_site: MakeSite) -> None:
+def test_a_server_without_a_log_forgets_and_the_late_answer_is_fenced(tmp_path: Path, make_door: MakeDoor) -> None:
     with valkey(tmp_path) as server, server.client() as client, ExitStack() as restarted:
-        site = open_site(make_site, server)
+        site = open_site(make_door, server)
         site.inside = lambda: restarted.enter_context(killed(server))
         assert site.send("key-1").status_code == 201
         restarted.close()
@@ -305,8 +312,8 @@ def test_a_server_without_a_log_forgets_and_the_late_answer_is_fenced(tmp_path: 
         assert site.send("key-1").text == "charge 2"
 
 
-def test_a_name_that_nobody_answers_to_is_a_503(make_site: MakeSite) -> None:
-    site = make_site(url=f"redis://127.0.0.1:{free_port()}/0")
+def test_a_name_that_nobody_answers_to_is_a_503(make_door: MakeDoor) -> None:
+    site = make_door(url=f"redis://127.0.0.1:{free_port()}/0")
     site.view()
     answer, seconds = timed(site, "key-1")
     assert (answer.status_code, site.runs) == (503, [])
@@ -315,26 +322,25 @@ def test_a_name_that_nobody_answers_to_is_a_503(make_site: MakeSite) -> None:
 
 @pytest.mark.parametrize("fail_open", [False, True])
 def test_a_full_pool_is_waited_for_and_then_a_503_that_never_opens_the_door(
-    valkey_server: Server, make_site: MakeSite, fail_open: bool
+    valkey_server: Server, make_door: MakeDoor, fail_open: bool
 ) -> None:
     """That the connections are in use says nothing about Redis."""
     url = f"{valkey_server.url}?max_connections=1"
-    site = open_site(make_site, valkey_server, url=url, socket_timeout=0.5, FAIL_OPEN=fail_open)
+    site = open_site(make_door, valkey_server, url=url, socket_timeout=0.5, FAIL_OPEN=fail_open)
     site.send("warm")
-    pool = site.ledger.client.connection_pool
-    taken = pool.get_connection()
+    give_back = site.take_connection()
     refused, seconds = timed(site, "key-1")
     assert (refused.status_code, seconds > 0.4, len(site.runs)) == (503, True, 1)
-    pool.release(taken)
+    give_back()
     assert site.send("key-1").status_code == 201
 
 
 @pytest.mark.parametrize("fail_open", [False, True])
 def test_two_hundred_requests_share_ten_connections(
-    valkey_server: Server, make_site: MakeSite, fail_open: bool
+    valkey_server: Server, make_door: MakeDoor, fail_open: bool
 ) -> None:
     url = f"{valkey_server.url}?max_connections=10"
-    site = open_site(make_site, valkey_server, url=url, socket_timeout=20.0, FAIL_OPEN=fail_open)
+    site = open_site(make_door, valkey_server, url=url, socket_timeout=20.0, FAIL_OPEN=fail_open)
     with ThreadPoolExecutor(200) as threads:
         statuses = set(threads.map(lambda _: site.send("key-1").status_code, range(200)))
     assert len(site.runs) == 1
@@ -342,10 +348,10 @@ def test_two_hundred_requests_share_ten_connections(
 
 
 def test_a_request_that_is_delivered_after_its_client_gave_up_locks_nobody_out(
-    valkey_server: Server, make_site: MakeSite
+    valkey_server: Server, make_door: MakeDoor
 ) -> None:
     with Proxy(valkey_server.port) as proxy:
-        site = open_site(make_site, valkey_server, url=proxy.url)
+        site = open_site(make_door, valkey_server, url=proxy.url)
         site.send("warm")
         proxy.delay_requests(2, 1.5)
         assert site.send("key-1").status_code == 503
@@ -353,9 +359,9 @@ def test_a_request_that_is_delivered_after_its_client_gave_up_locks_nobody_out(
         assert len(site.runs) == 2
 
 
-def test_a_reply_that_breaks_off_in_the_middle_is_asked_for_again(valkey_server: Server, make_site: MakeSite) -> None:
+def test_a_reply_that_breaks_off_in_the_middle_is_asked_for_again(valkey_server: Server, make_door: MakeDoor) -> None:
     with Proxy(valkey_server.port) as proxy:
-        site = open_site(make_site, valkey_server, url=proxy.url)
+        site = open_site(make_door, valkey_server, url=proxy.url)
         for i in range(4):
             proxy.cut_replies(1)
             assert site.send(f"key-{i}").status_code == 201

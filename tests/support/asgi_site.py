@@ -241,6 +241,17 @@ class AsgiSite(Door):
     def abort(self, status: int) -> Any:
         raise HTTPException(status)
 
+    def do(self, method: str, *args: Any) -> Any:
+        return self.loop.run(super().do(method, *args))
+
+    def take_connection(self) -> Callable[[], object]:
+        async def take() -> tuple[Any, Any]:
+            pool = self.ledger.client.connection_pool
+            return pool, await pool.get_connection()
+
+        pool, connection = self.loop.run(take())
+        return lambda: self.loop.run(pool.release(connection))
+
     def close(self) -> None:
         if self.loop.running:
             self.loop.run(self.idempotency.close())

@@ -29,17 +29,19 @@ class MakeDoor(Protocol):
 def make_door(every_key_left_expires: Servers, namespace: str, door_kind: str) -> Iterator[MakeDoor]:
     """Make sites: `make_door(server, principal=…, policy=…, PROTOCOL="ietf", …)`.
 
-    `port=` connects the ledger to another port, such as a proxy's or one that nobody listens on. Every claim has the
-    outcome of `outcome=`.
+    `port=` connects the ledger to another port, such as a proxy's or one that nobody listens on. Its client is what
+    `from_url` makes of `url=`. Every claim has the outcome of `outcome=`.
     """
     made: list[Door] = []
 
     def make(server: AnyServer | None = None, **options: Any) -> Door:
         server = server or every_key_left_expires.get("fakeredis")
         flask = door_kind == "flask"
-        port, outcome = options.pop("port", None), options.pop("outcome", None)
+        port, url, outcome = (options.pop(name, None) for name in ("port", "url", "outcome"))
         client: Any
-        if port is None:
+        if url is not None:
+            client = url
+        elif port is None:
             client = server.client() if flask else server.async_client()
         elif flask:
             client = redis.Redis(port=port, retry=Retry(NoBackoff(), 0))

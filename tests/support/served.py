@@ -50,7 +50,7 @@ class Setup:
 
     `address` is its unix socket and `notes` the file of what ran. `workers` and `timeout` are gunicorn's and uWSGI's,
     `preload` is gunicorn's; `threads` are those of a worker that has them. `enable_threads` and `uwsgi_threads`, for
-    several in one worker, are uWSGI's.
+    several in one worker, are uWSGI's. With a `framework`, an ASGI server has the application of `frameworks` instead.
     """
 
     kind: str
@@ -67,6 +67,7 @@ class Setup:
     preload: bool = False
     enable_threads: bool = True
     uwsgi_threads: int = 1
+    framework: str = ""
 
     @property
     def loads(self) -> int:

@@ -24,6 +24,7 @@ from starlette.routing import Route
 from idemredis import AsyncLedger, AsyncReservation, Policy, Reservation
 from idemredis.asgi import Idempotency, IdempotencyMiddleware, current_reservation
 from idemredis.core.settle import Ending
+from tests.support.frameworks import build
 from tests.support.served import PRINCIPAL, SETUP, UNSAFE, Mortal, Setup
 
 __all__ = ["LARGE", "PIECE", "create"]
@@ -47,7 +48,7 @@ class _MortalLedger(Mortal, AsyncLedger):
         await super().settle(r, ending)
 
 
-def create() -> Starlette:
+def create() -> Any:
     """Return the application, with the `Setup` in the environment; servers call this in each process."""
     setup = Setup(**json.loads(os.environ[SETUP]))
     logging.basicConfig(format="%(name)s %(levelname)s %(message)s")
@@ -58,6 +59,8 @@ def create() -> Starlette:
     ledger.note("server", "loaded")
     settings = {"IDEMREDIS_WAIT_SECONDS": setup.wait, "IDEMREDIS_MAX_REQUEST_BYTES": LARGE}
     idempotency = Idempotency(principal=PRINCIPAL, ledger=ledger, settings=settings)
+    if setup.framework:
+        return _framework(setup.framework, idempotency, ledger)
 
     async def up(request: Request) -> Response:
         return PlainTextResponse("up")
@@ -119,6 +122,14 @@ async def _large() -> AsyncIterator[bytes]:
         yield piece
 
 
+def _framework(name: str, idempotency: Idempotency, ledger: _MortalLedger) -> Any:
+    def charge() -> dict[str, Any]:
+        ledger.note(current_reservation.key, "begun")
+        return {"key": current_reservation.key}
+
+    return IdempotencyMiddleware(build(name, idempotency, charge), idempotency)
+
+
 async def _pieces(number: int, pause: float = 0.0, last: Exception | None = None) -> AsyncIterator[str]:
     for n in range(number):
         await asyncio.sleep(pause)
@@ -148,7 +159,7 @@ def _serve(setup: Setup) -> None:
         config = Config()
         config.bind = [f"unix:{setup.address}"]
         config.graceful_timeout = 10.0
-        asyncio.run(serve(create(), config))  # type: ignore[arg-type]
+        asyncio.run(serve(create(), config))
 
 
 if __name__ == "__main__":

@@ -94,6 +94,11 @@ class Served:
             self._start()
 
     @property
+    def address(self) -> str:
+        """The unix socket on which it listens."""
+        return self._setup.address
+
+    @property
     def log(self) -> str:
         return self._log.read_text(errors="replace")
 

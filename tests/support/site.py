@@ -107,6 +107,16 @@ class Door:
 
         return charge
 
+    def do(self, method: str, *args: Any) -> Any:
+        """Call a method of the ledger's, on its event loop if it has one."""
+        return getattr(self.ledger, method)(*args)
+
+    def take_connection(self) -> Callable[[], object]:
+        """Take a connection from the ledger's pool, and return the function that gives it back."""
+        pool = self.ledger.client.connection_pool
+        connection = pool.get_connection()
+        return lambda: pool.release(connection)
+
     def row_name(self, key: str = "k1", principal: str = PRINCIPAL, operation: str = "") -> str:
         return identify(self.namespace, principal, key, operation).row
 
