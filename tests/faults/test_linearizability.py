@@ -86,7 +86,7 @@ GOOD = {
     ],
     "a stale row taken over": [
         claim("a", 0, 1, b"claimed", b"1"),
-        claim("b", 2, 3, b"stale", b"1", seen=left(LEASE)),
+        claim("b", 2, 3, b"stale", b"1", 0, seen=left(LEASE)),
         takeover(1, "b", 4, 5, b"claimed", b"2", age=LEASE),
         complete(1, "a", 6, 7, b"fenced", seen=left(1)),
     ],
@@ -105,7 +105,7 @@ GOOD = {
     ],
     "a lease that ends while the script looks": [
         claim("a", 0, 1, b"claimed", b"1"),
-        claim("b", 2, 3, b"stale", b"1", seen=left(LEASE - 2, passed=3)),
+        claim("b", 2, 3, b"stale", b"1", 0, seen=left(LEASE - 2, passed=3)),
         claim("c", 4, 5, b"in_progress", 1, seen=left(LEASE - 2, passed=3)),
     ],
     "a clock that stepped back": [

@@ -419,6 +419,8 @@ def test_one_wait_covers_a_batch_whatever_became_of_its_other_calls(
     subject.client.set(wrong.row, "x", px=60_000)
     policy = Policy(min_replicas=1, replica_timeout=0.3)
     identity = partial(identify, namespace, "acct_1")
+    for script in load().values():
+        subject.client.script_load(script.text)
 
     def batch(turn: int) -> list[Any]:
         new = operations.claim(identity(f"new-{turn}", ""), "a" * 16, "f", 30.0, 900.0, 0.0, "")
