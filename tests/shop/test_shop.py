@@ -227,7 +227,7 @@ def test_two_clicks_of_an_impatient_hand_charge_once_too(page: Page, gateway: Ga
     assert page.outcome().startswith("Paid")
     check_charged_once(page, gateway, before)
     assert len(page.wire()) > 2
-    assert page.summary() == f"pressed twice, {len(page.wire())} requests → 1 charge"
+    wait_until(lambda: page.summary() == f"pressed twice, {len(page.wire())} requests → 1 charge")
 
 
 def test_an_answer_lost_after_the_server_finished_is_asked_for_again(page: Page, gateway: Gateway) -> None:
