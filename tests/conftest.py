@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import signal
@@ -55,6 +56,9 @@ WAITING = (
 )
 """Where one case after the other waits for seconds: several processes run them, so that they wait at the same time."""
 
+TEARDOWN_WITHIN = 400
+"""Seconds, as in `faulthandler_timeout`."""
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what `make quick` leaves out, besides the tests that are marked by hand; and run that first.
@@ -89,6 +93,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """End the process if a teardown hangs: a failed test is watched by nothing else, once its failure was seen."""
+    faulthandler.dump_traceback_later(TEARDOWN_WITHIN, exit=True, file=2)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def pytest_configure() -> None:
