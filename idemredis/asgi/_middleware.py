@@ -81,9 +81,10 @@ class IdempotencyMiddleware:
             finally:
                 exchanges.reset(token)
             return
-        task = asyncio.get_running_loop().create_task(self._run_alone(exchange))
+        ended = exchange.loop.create_future()
+        task = exchange.loop.create_task(self._run_alone(exchange, ended))
         try:
-            await asyncio.shield(task)
+            await ended  # not the task: it would be cancelled with this one
         except asyncio.CancelledError:
             if not task.done():
                 if exchange.claimed:
@@ -93,16 +94,21 @@ class IdempotencyMiddleware:
                     task.cancel()
                     await asyncio.wait([task])
             raise
+        task.result()
 
     def _is_followed(self, scope: Scope) -> bool:
         """Return True if the middleware is around itself, or within another one that has claimed the request."""
         around = scope.get(SCOPE)
         return isinstance(around, Exchange) and (around.idempotency is self._idempotency or around.began)
 
-    async def _run_alone(self, exchange: Exchange) -> None:
+    async def _run_alone(self, exchange: Exchange, ended: asyncio.Future[None]) -> None:
         """Run a request in a task of its own, which continues when the server stops waiting for it."""
         exchanges.set(exchange)
-        await self._run(exchange)
+        try:
+            await self._run(exchange)
+        finally:
+            if not ended.done():
+                ended.set_result(None)
 
     async def _run(self, exchange: Exchange) -> None:
         scope, outgoing = exchange.scope, exchange.outgoing

@@ -42,17 +42,18 @@ class Routes:
         self._app = app
         self._by_host = by_host
         self._templates: dict[int, list[str]] = {}
+        self._checked: tuple[list[Any], int] | None = None
 
     def see(self, scope: Scope) -> None:
         """Remember the application in the scope: the middleware is part of it, or of what is mounted in it."""
         app = scope.get("app")
-        if app is not None and _routes_of(app) is not None:
+        if app is not None and app is not self._app and self._routes_of(app) is not None:
             self._app = app
 
     @property
     def known(self) -> bool:
         """True if the application matches its routes by `matches`."""
-        return _routes_of(self._app) is not None
+        return self._routes_of(self._app) is not None
 
     def match(self, scope: Scope, middleware: object) -> Matched | None:
         """Return the route that will serve a request; None if none will, or not with this method.
@@ -60,10 +61,10 @@ class Routes:
         Around one route, or around what is mounted, the application in the scope is the outer one. Its routes then
         decide only if the one that they lead to has been chosen already; otherwise the route is unknown, and None.
         """
-        if self._given is not self._app and (routes := _routes_of(self._given)) is not None:
+        if self._given is not self._app and (routes := self._routes_of(self._given)) is not None:
             matched = self._match(routes, dict(scope), "")
             return None if matched is None else Matched(matched.route, self.template(scope) or matched.template)
-        matched = self._match(_routes_of(self._app) or (), dict(scope), "")
+        matched = self._match(self._routes_of(self._app) or (), dict(scope), "")
         is_first = scope.get("endpoint", self._app) is self._app  # no route has been chosen but that to the application
         if self._given is self._app or is_first or _is_part(middleware, self._app):
             return matched
@@ -81,15 +82,25 @@ class Routes:
         templates = self._templates.get(id(endpoint))
         if templates is None:
             self._templates = {}
-            for route, template in self._walk(_routes_of(self._app) or (), ""):
+            for route, template in self._walk(self._routes_of(self._app) or (), ""):
                 self._templates.setdefault(id(getattr(route, "endpoint", None)), []).append(template)
             templates = self._templates.setdefault(id(endpoint), [])
         if len(set(templates)) == 1:
             return templates[0]
         fresh = {key: scope[key] for key in ("type", "method", "path", "headers")}
         fresh["root_path"] = scope.get("app_root_path", scope.get("root_path", ""))
-        matched = self._match(_routes_of(self._app) or (), fresh, "")
+        matched = self._match(self._routes_of(self._app) or (), fresh, "")
         return "" if matched is None else matched.template
+
+    def _routes_of(self, app: Any) -> list[Any] | None:
+        routes = getattr(app, "routes", None)
+        if not isinstance(routes, list):
+            return None
+        if self._checked is None or self._checked[0] is not routes or self._checked[1] != len(routes):
+            if not all(hasattr(route, "matches") for route in routes):
+                return None
+            self._checked = routes, len(routes)
+        return routes
 
     def _match(self, routes: Iterable[Any], scope: Scope, prefix: str) -> Matched | None:
         for route in _flat(routes):
@@ -155,13 +166,6 @@ def _pattern(template: str) -> re.Pattern[str]:
         else:
             found.append(".*" if "path" in re.split(r"[:,]", piece) else "[^/]+")
     return re.compile("".join(found))
-
-
-def _routes_of(app: Any) -> list[Any] | None:
-    routes = getattr(app, "routes", None)
-    if not isinstance(routes, list) or not all(hasattr(route, "matches") for route in routes):
-        return None
-    return routes
 
 
 def _is_part(middleware: object, app: Any) -> bool:

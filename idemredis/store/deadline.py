@@ -1,12 +1,14 @@
-"""A deadline for each call of a sync client, whatever its own timeouts and retries are.
+"""A deadline for each call, whatever the client's own timeouts and retries are.
 
 A thread of the process closes the connections of calls that are overdue, which ends their wait. Connecting has no
-connection to close yet, so it runs in a thread of its own, and the call stops waiting for it in time.
+connection to close yet, so it runs in a thread of its own, and the call stops waiting for it in time. On an event loop
+the task that waits is cancelled.
 """
 
 from __future__ import annotations
 
 import _thread
+import asyncio
 import os
 import threading
 import time
@@ -23,7 +25,7 @@ from redis.retry import Retry
 from ..core.tracebacks import without_frames
 from .errors import CLOSED, closed
 
-__all__ = ["TICK", "Attempt", "bound", "connect_by", "made_of", "overdue"]
+__all__ = ["TICK", "Attempt", "CallOfTask", "bound", "connect_by", "made_of", "overdue"]
 
 TICK = 0.1
 """Seconds between two looks at the calls under way: how late an overdue one may be ended."""
@@ -112,6 +114,74 @@ def made_of() -> tuple[int, object]:
 
 
 overdue = _Overdue()
+
+
+class CallOfTask:
+    """A call of the running task, which is cancelled when the time of the call is over, as by `asyncio.timeout`.
+
+    That makes a timer for each call, which costs as much as half a round trip. Here one timer of the event loop looks
+    at all calls.
+
+    Args:
+        until: the end of its time, by the local monotonic clock.
+    """
+
+    __slots__ = ("_before", "_calls", "is_over", "task", "until")
+
+    task: Any
+
+    def __init__(self, until: float) -> None:
+        self.until = until
+        self.is_over = False
+        self.task = asyncio.current_task()
+        self._before = self.task.cancelling()
+        self._calls = _calls_of_running_loop()
+        self._calls.begin(self)
+
+    def end(self) -> bool:
+        """Return True if the task was cancelled for this call alone, which takes the cancellation back."""
+        self._calls.under_way.discard(self)
+        return self.is_over and self.task.uncancel() <= self._before
+
+
+class _CallsOfLoop:
+    """The calls under way on one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.under_way: set[CallOfTask] = set()
+        self._looking = False
+
+    def begin(self, call: CallOfTask) -> None:
+        self.under_way.add(call)
+        if not self._looking:
+            self._looking = True
+            self.loop.call_later(TICK, self._look)
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        for call in [call for call in self.under_way if call.until <= now]:
+            self.under_way.remove(call)
+            call.is_over = True
+            call.task.cancel()
+        self._looking = bool(self.under_way)
+        if self._looking:
+            self.loop.call_later(TICK, self._look)
+
+
+class _OfThread(threading.local):
+    calls: _CallsOfLoop | None = None
+
+
+_of_thread = _OfThread()
+
+
+def _calls_of_running_loop() -> _CallsOfLoop:
+    loop = asyncio.get_running_loop()
+    calls = _of_thread.calls
+    if calls is None or calls.loop is not loop:
+        calls = _of_thread.calls = _CallsOfLoop(loop)
+    return calls
 
 
 class Attempt:

@@ -20,7 +20,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from ..core.tracebacks import without_frames
 from . import clients
-from .deadline import TICK, bound, connect_by, overdue
+from .deadline import CallOfTask, bound, connect_by, overdue
 from .errors import CLOSED, ERRORS, OutOfStep, PoolExhausted, closed, is_no_primary, note_unsent
 
 __all__ = ["AsyncWire", "Trip", "Wire", "Words", "bulk", "encode"]
@@ -159,18 +159,24 @@ class AsyncWire:
 
     async def exchange(self, trip: Trip, until: float) -> list[Any]:
         """Send commands and return their replies, as `Wire.exchange` does."""
+        call = CallOfTask(until)
         try:
-            async with asyncio.timeout(max(until - time.monotonic(), 0.0) + TICK):
-                return await self._exchange(trip, until)
-        except TimeoutError as error:
-            raise RedisTimeoutError(f"Timeout reading from {clients.address(self.client)}") from error
+            replies = await self._exchange(trip, until)
+        except BaseException as error:
+            if call.end() and isinstance(error, asyncio.CancelledError):
+                raise RedisTimeoutError(f"Timeout reading from {clients.address(self.client)}") from error
+            raise
+        call.end()
+        return replies
 
     async def _exchange(self, trip: Trip, until: float) -> list[Any]:
         _, packed, tokens = trip
         connection = await self._take(until)
+        own_timeout = connection.socket_timeout
         try:
             try:
                 await self._ready(connection)
+                connection.socket_timeout = None  # else redis-py makes a task and a timer of its own for each call
                 await connection.send_packed_command(packed)
                 replies, in_step = [], True
                 for token in tokens:
@@ -193,6 +199,8 @@ class AsyncWire:
                 without_frames(error)
                 raise
         finally:
+            if connection.socket_timeout is None:  # unless a notice of the server has just set another
+                connection.socket_timeout = own_timeout
             await self._release(connection)
         return replies
 

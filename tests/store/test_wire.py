@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -367,6 +368,81 @@ def test_a_shorter_timeout_of_the_clients_own_is_obeyed(mode: Mode, valkey_serve
             proxy.hold()
             given_up(caller)
             proxy.hold(False)
+
+
+def test_a_call_in_asyncio_makes_no_task_and_leaves_the_clients_own_timeout_as_it_was(
+    valkey_server: Server, namespace: str
+) -> None:
+    made: list[Any] = []
+
+    def count(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+        made.append(work)
+        return asyncio.Task(work, loop=loop, **options)
+
+    async def scene() -> None:
+        async with redis.asyncio.Redis(port=valkey_server.port, socket_timeout=7.0) as client:
+            ledger = AsyncLedger(client, namespace=namespace)
+            await ledger.claim(*ROW, "f")
+            asyncio.get_running_loop().set_task_factory(count)
+            await ledger.claim(*ROW, "f")
+            assert made == []
+            pool: Any = client.connection_pool
+            connection = pool.get_available_connection()
+            assert connection.is_connected
+            assert connection.socket_timeout == 7.0
+            await pool.release(connection)
+            await ledger.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.slow
+def test_a_cancelled_task_stays_cancelled_also_when_its_call_is_overdue(valkey_server: Server, namespace: str) -> None:
+    """Cancelled by somebody else between the end of the call's time and the task's next step."""
+    ended: list[str] = []
+
+    async def attempt(ledger: AsyncLedger) -> None:
+        try:
+            await ledger.claim(*ROW, "f")
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+        except LedgerUnavailable as error:
+            ended.append(error.reason)
+
+    def cancel_too(task: asyncio.Task[None]) -> None:
+        if task.cancelling():  # by the deadline
+            task.cancel()
+        else:
+            asyncio.get_running_loop().call_soon(cancel_too, task)
+
+    async def scene(port: int) -> None:
+        async with redis.asyncio.Redis(port=port) as client:
+            ledger = AsyncLedger(client, namespace=namespace, socket_timeout=0.2)
+            alone = asyncio.create_task(attempt(ledger))
+            await asyncio.wait([alone])
+            assert ended == ["timeout"]
+            assert not alone.cancelled()
+            both = asyncio.create_task(attempt(ledger))
+            cancel_too(both)
+            await asyncio.wait([both])
+            assert ended[1:] == ["cancelled"]
+            assert both.cancelled()
+            await ledger.close()
+
+    with half_open(valkey_server) as port:
+        asyncio.run(scene(port))
+
+
+@pytest.mark.slow
+def test_calls_on_the_event_loops_of_several_threads_all_end_in_time(valkey_server: Server, namespace: str) -> None:
+    with half_open(valkey_server) as port, ThreadPoolExecutor(3) as pool:
+
+        def attempt(number: int) -> str:
+            with calling(redis.asyncio.Redis(port=port), f"{namespace}-{number}") as caller:
+                return given_up(caller).reason
+
+        assert list(pool.map(attempt, range(6))) == ["timeout"] * 6
 
 
 @pytest.mark.slow
