@@ -45,8 +45,8 @@ SLOW = 1_000
 def stuck_rows(server: Server) -> Iterable[Figure]:
     """Time of `ls` as a program, its longest calls, and what claims beside it take.
 
-    The server has one core for itself and the clients have the others: a call is timed by the clock, so a server that is
-    not running counts as one that is busy.
+    The server has one core for itself and the clients have the others: a call is timed by the clock, so a server that
+    waits for a core seems to be busy.
     """
     with _core_for(server), server.client(socket_timeout=60.0) as client:
         created_at = str(time.time_ns() // 1_000_000)
