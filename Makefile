@@ -2,7 +2,7 @@
 #
 #   make demo    a shop on gunicorn, and a client that retries, collides and kills workers
 #   make test    ruff, mypy and the whole suite
-#   make quick   while you work: ruff, mypy, and the tests that take no seconds, on fakeredis and Valkey
+#   make quick   while you work: ruff, mypy, and the tests that take no seconds, on fakeredis and Valkey, in a minute
 #   make serve   the shop to try in a browser, with a switch for each trouble, or with curl; Ctrl-C ends it
 #   make soak    random faults under load, five minutes of it (or MINUTES=60), and a table of what happened
 #   make bench   what a call, a row and a request cost, in build/bench.json; about five minutes

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
+import importlib.metadata
 import os
 import signal
 from collections.abc import Iterator
@@ -31,9 +33,10 @@ hypothesis.settings.register_profile("suite", deadline=None)  # the machine may 
 hypothesis.settings.load_profile("suite")
 
 
-SLOW_FOLDERS = {"bench", "demo", "faults", "packaging", "shop", "sql"}
+SLOW_FOLDERS = {"bench", "client", "demo", "faults", "packaging", "shop", "sql"}
 SLOW_SERVERS = {"redis", "cluster"}
 SLOW_DOORS = {"thread", "guard"}
+SLOW_TOGETHER = {"async", "valkey"}  # each of them with others is not slow
 SLOW_FIXTURES = {"broker", "pair", "served_by", "started_cluster", "workers"}
 
 STARTED_ONCE = (
@@ -60,6 +63,12 @@ TEARDOWN_WITHIN = 400
 """Seconds, as in `faulthandler_timeout`."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Spare `make quick` the import of what it leaves out."""
+    left_out = config.option.markexpr == "not slow" and collection_path.parent == TESTS
+    return True if left_out and collection_path.name in SLOW_FOLDERS else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark as slow what `make quick` leaves out, besides the tests that are marked by hand; and run that first.
 
@@ -67,10 +76,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     for item in items:
         params = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        servers = {value for value in params if isinstance(value, str)}
+        chosen = {value for value in params if isinstance(value, str)}
         fixtures = set(getattr(item, "fixturenames", ()))
         folder = item.path.relative_to(TESTS).parts[0]
-        if folder in SLOW_FOLDERS or servers & (SLOW_SERVERS | SLOW_DOORS) or fixtures & SLOW_FIXTURES:
+        is_slow = chosen & (SLOW_SERVERS | SLOW_DOORS) or chosen >= SLOW_TOGETHER
+        if folder in SLOW_FOLDERS or is_slow or fixtures & SLOW_FIXTURES:
             item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: (not item.nodeid.startswith(STARTED_ONCE), item.get_closest_marker("slow") is None))
 
@@ -103,6 +113,10 @@ def pytest_runtest_teardown() -> Iterator[None]:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+importlib.metadata.version = functools.cache(importlib.metadata.version)
+"""redis-py looks its version up for each client, which takes as long as a short test."""
 
 
 def pytest_configure() -> None:

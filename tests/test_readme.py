@@ -33,6 +33,7 @@ def table(heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in rows[2:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_every_python_snippet_runs(document: Path, valkey_server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     for number, code in enumerate(blocks(document, "python"), 1):

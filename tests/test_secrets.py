@@ -148,6 +148,7 @@ def test_a_ledger(url: str, how: str, made: str) -> None:
     ledger.client.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made", ["by us", "by the user"])
 @pytest.mark.parametrize("how", ["claim", "read", "reserve", "once"])
 def test_an_async_ledger(url: str, how: str, made: str) -> None:
@@ -232,6 +233,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
 def test_the_command_line(url: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IDEMREDIS_URL", url)

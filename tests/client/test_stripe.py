@@ -59,6 +59,7 @@ def _plain(protocol: str) -> Flask:
     return app
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("retries", [2, 5])
 @pytest.mark.parametrize("protocol", ["default", "ietf"])
 def test_stripes_client_sends_a_reused_key_again_where_that_is_409_and_not_where_it_is_422(

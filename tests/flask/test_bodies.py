@@ -48,6 +48,7 @@ def _by_readline() -> str:
 # Speed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reads", [_by_line, _by_readline])
 @pytest.mark.parametrize("terminated", [False, True])
 @pytest.mark.parametrize("where", ["unprotected", "before", "view", "both"])

@@ -55,6 +55,7 @@ def test_teardown_functions_of_an_unprotected_view_can_ask_for_the_reservation(c
         current_reservation.ensure_held()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", DEGRADED)
 @pytest.mark.parametrize("size", [10, 300_000])
 def test_the_body_reaches_an_unprotected_view_and_its_streamed_answer(

@@ -242,6 +242,7 @@ def test_a_view_that_changes_the_parsed_body_completes_the_row_it_claimed(site: 
     assert len(site.rows()) == len(site.runs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, 65535, 65536, 65537, 262144, 262145, 1_048_576])
 @pytest.mark.parametrize("read_before", [False, True])
 @pytest.mark.parametrize("terminated", [False, True])
@@ -275,6 +276,7 @@ def test_a_body_over_the_applications_limit_is_413_and_claims_nothing(terminated
     assert site.send(data=b"x" * 100_000, environ_overrides=overrides).status_code == 201
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [0, 1, 70_000, 300_000])
 @pytest.mark.parametrize("terminated", [False, True])
 @pytest.mark.parametrize("read_before", [False, True])

@@ -65,6 +65,7 @@ def test_a_server_without_wait_cannot_promise_replicas(
     assert "MIN_REPLICAS" in refused[0].fix
 
 
+@pytest.mark.slow
 def test_ttls_in_whole_seconds_are_a_warning(real_server: Server, namespace: str) -> None:
     report = examine(real_server, namespace, whole_seconds)
     assert of(report, "clock").verdict == "warning"
@@ -79,6 +80,7 @@ def test_a_ttl_that_does_not_run_is_a_problem(real_server: Server, namespace: st
     assert "does not run" in of(report, "clock").reason
 
 
+@pytest.mark.slow
 def test_with_every_restriction_at_once_doctor_still_answers(real_server: Server, namespace: str) -> None:
     report = examine(real_server, namespace, no_time_in_scripts, managed, no_wait, whole_seconds, forgetful_scripts)
     assert report.healthy

@@ -93,6 +93,7 @@ def test_a_lease_is_renewed_at_each_third_of_it(make_subject: MakeSubject, mode:
     assert 900 <= min(gaps) < 1400
 
 
+@pytest.mark.slow
 def test_a_reservation_that_is_not_kept_is_taken_over(
     make_subject: MakeSubject, mode: Mode, valkey_server: Server
 ) -> None:
@@ -223,6 +224,7 @@ def test_one_thread_or_task_keeps_all_reservations(
     wait_until(lambda: subject.at_work() == 0)
 
 
+@pytest.mark.slow
 def test_renewals_that_are_due_together_go_out_together(
     make_subject: MakeSubject, mode: Mode, valkey_server: Server
 ) -> None:

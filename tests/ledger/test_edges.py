@@ -48,6 +48,7 @@ def test_signals_at_the_edges_of_blocks_leave_no_row_held_and_no_heartbeat_beati
     assert counts["released"] > 0
 
 
+@pytest.mark.slow
 def test_a_block_that_blocks_its_loop_for_longer_than_the_lease_is_taken_over_and_told(
     valkey_server: Server, namespace: str
 ) -> None:
@@ -91,6 +92,7 @@ def test_a_block_that_blocks_its_loop_for_longer_than_the_lease_is_taken_over_an
         other.close()
 
 
+@pytest.mark.slow
 def test_a_block_that_blocks_its_loop_for_longer_than_the_lease_keeps_a_row_that_nobody_wants(
     valkey_server: Server, namespace: str
 ) -> None:
@@ -109,6 +111,7 @@ def test_a_block_that_blocks_its_loop_for_longer_than_the_lease_keeps_a_row_that
         assert client.hget(f"{namespace}:worker:k", "status") == b"completed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["returns", "is cancelled"])
 def test_a_claim_under_way_while_the_loop_is_blocked_for_longer_than_the_lease_holds_nothing_up(
     valkey_server: Server, namespace: str, then: str

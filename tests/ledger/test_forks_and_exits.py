@@ -11,6 +11,8 @@ import pytest
 
 from tests.support.servers import Server
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -119,7 +121,6 @@ except BaseException as error:
 )
 
 
-@pytest.mark.slow
 def test_a_child_forked_without_pythons_hooks_renews_its_own_leases(valkey_server: Server, namespace: str) -> None:
     assert script(BARE_FORK, valkey_server, namespace) == "the child's lease was renewed\n"
 
@@ -162,7 +163,6 @@ print(sum(ledger.read("worker", f"k{i}").status == "completed" for i in range(20
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("patched", ["first", "last"])
 @pytest.mark.parametrize("before", ["used", "unused"])
 def test_greenlets_share_a_ledger_whether_gevent_patches_before_or_after_it_is_made(
@@ -254,7 +254,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 @pytest.mark.parametrize(("server", "end"), [("back", "completed"), ("away", "completion_lost")])
 def test_a_child_of_multiprocessing_stores_what_waits_or_says_that_it_is_lost(

@@ -19,6 +19,8 @@ from idemredis import InProgress, Ledger, Replay, Reservation, StoredResponse
 from tests.support.processes import die_with
 from tests.support.servers import Server
 
+pytestmark = pytest.mark.slow
+
 PROCESSES, THREADS = 4, 25
 PATIENCE = 60.0
 """Seconds that a thread waits for the others; far more than they need."""
@@ -68,7 +70,6 @@ def race(url: str, namespace: str, rounds: int) -> list[list[str]]:
     return seen
 
 
-@pytest.mark.slow
 def test_of_100_threads_in_4_processes_exactly_one_runs(real_server: Server, namespace: str) -> None:
     rounds = 200 if real_server.kind == "valkey" else 50
     spawn = multiprocessing.get_context("spawn")
@@ -132,7 +133,6 @@ print("the child is done")
 """
 
 
-@pytest.mark.slow
 def test_a_forked_child_works_on_its_own_and_leaves_its_parents_reservations_alone(
     valkey_server: Server, namespace: str
 ) -> None:

@@ -35,6 +35,8 @@ from tests.support.servers import Server
 from tests.support.subject import MakeSubject, Mode, Subject
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 ANSWER = StoredResponse(201, (("content-type", "text/plain"),), b"done")
 BUSY = Policy(lease=3.0)
 """Long enough for a heartbeat to be in time on a machine that is busy with other tests."""
@@ -85,7 +87,6 @@ def block(seconds: float) -> None:
 # Room for each kind
 
 
-@pytest.mark.slow
 def test_releases_of_refused_claims_take_no_room_from_responses(
     make_subject: MakeSubject,
     mode: Mode,
@@ -201,7 +202,6 @@ def test_a_task_that_is_cancelled_is_replaced_and_no_lease_is_lost(valkey_server
 # Renewals wait for nothing
 
 
-@pytest.mark.slow
 def test_no_renewal_waits_for_completions_that_wait_for_replicas(
     make_subject: MakeSubject, mode: Mode, valkey_server: Server
 ) -> None:

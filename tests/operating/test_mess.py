@@ -114,6 +114,7 @@ def test_a_hung_attempt_that_wakes_up_after_its_release_changes_nothing(place: P
     assert place.client.hgetall(taken.identity.row) == before
 
 
+@pytest.mark.slow
 def test_the_first_five_minutes_of_the_page_run(run: Run, place: Place) -> None:
     for program, *words in commands("The first five minutes"):
         assert program == "idemredis"

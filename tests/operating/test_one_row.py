@@ -366,6 +366,7 @@ def test_a_row_that_moves_or_changes_after_it_was_shown_is_not_forgotten(
 # Started as a program
 
 
+@pytest.mark.slow
 def test_the_page_of_each_command_says_how_a_row_is_named(valkey_server: Server) -> None:
     for verb in ("show", "release", "resolve", "forget"):
         ran = subprocess.run(

@@ -25,6 +25,8 @@ from tests.support.servers import Server, free_port, start
 from tests.support.subject import MakeSubject, Mode, Subject
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 ANSWER = StoredResponse(201, (), b"done")
 CONNECTIONS = 5
 
@@ -176,7 +178,6 @@ def test_a_completion_that_a_demoted_primary_refuses_is_stored_on_the_new_one(
         assert subject.claim("acct", "second", "f") == Replay(ANSWER, 1, False)
 
 
-@pytest.mark.slow
 def test_heartbeats_go_on_at_the_new_primary(make_subject: MakeSubject, mode: Mode, address: Address) -> None:
     subject = connected(make_subject, mode, address, policy=Policy(lease=6.0))
     r = subject.claimed("acct", "second", "f")

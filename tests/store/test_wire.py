@@ -114,6 +114,7 @@ def test_a_connection_that_another_thread_closes_while_it_connects_is_an_outage(
         assert isinstance(ledger.claim(*ROW, "f"), Reservation)
 
 
+@pytest.mark.slow
 def test_a_connection_that_another_task_closes_while_it_connects_is_an_outage(
     valkey_server: Server, namespace: str
 ) -> None:
@@ -498,6 +499,7 @@ def test_a_full_pool_is_waited_for(valkey_server: Server, namespace: str, kind: 
         assert isinstance(caller.claim(), Reservation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pool", "blocking"])
 def test_a_pool_that_stays_full_is_busy_here_and_nothing_ran(
     mode: Mode, valkey_server: Server, namespace: str, kind: str

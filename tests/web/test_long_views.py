@@ -48,6 +48,7 @@ def test_a_view_is_not_taken_over_while_it_runs_however_long(make_door: MakeDoor
     assert len(door.runs) == 1
 
 
+@pytest.mark.slow
 def test_without_a_heartbeat_it_is_and_the_first_client_gets_its_own_answer_while_the_row_keeps_the_second(
     make_door: MakeDoor, valkey_server: Server, clock: TurnedClock, caplog: pytest.LogCaptureFixture
 ) -> None:

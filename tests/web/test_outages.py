@@ -138,6 +138,7 @@ def test_a_restarted_server_without_the_scripts_is_no_trouble(make_door: MakeDoo
     assert len(door.runs) == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_a_503_within_the_timeout_and_the_next_retry_is_not_locked_out(
     make_door: MakeDoor, tmp_path: Path
 ) -> None:

@@ -104,6 +104,7 @@ def test_a_temporary_directory_that_is_gone_is_no_room(
     assert door.send(data=b"x").status_code == 201
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, 65535, 65536, 65537, 262144, 262145, 1_048_576])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_body_of_any_size_is_hashed_and_handed_on_whole(size: int, chunked: bool, door: Door) -> None:

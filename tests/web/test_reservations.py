@@ -72,6 +72,7 @@ def test_threads_of_one_application_see_their_own_reservations(door: Door) -> No
     assert answers == {f"k{n}": f"k{n}" for n in range(4)}
 
 
+@pytest.mark.slow
 def test_a_long_view_keeps_its_lease(make_door: MakeDoor, valkey_server: Server) -> None:
     door = make_door(valkey_server, policy=Policy(lease=0.3, retention=60))
 
