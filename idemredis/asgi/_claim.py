@@ -65,7 +65,7 @@ async def _begin(exchange: Exchange, options: Options, principal: Any, value: An
     settings = exchange.idempotency.settings
     ask: Ask = functools.partial(exchange.idempotency.ask_principal, exchange.scope)
     if principal is not ASK:
-        ask = lambda: principal  # noqa: E731
+        ask = _knowing(principal)
     required = settings.required if options.required is None else options.required
     claimed: AsyncReservation | StoredResponse | None = None
     if settings.mode == "observe":
@@ -131,6 +131,10 @@ async def recovered(exchange: Exchange, options: Options) -> Any:
 async def waited_for(value: Any) -> Any:
     """Return a value, or the result of an awaitable."""
     return await value if inspect.isawaitable(value) else value
+
+
+def _knowing(principal: object) -> Ask:
+    return lambda: principal
 
 
 async def _claim(
@@ -215,7 +219,7 @@ async def _stand_in(exchange: Exchange, options: Options, ask: Ask) -> None:
         except Exception as error:
             logger.debug("a request that runs unprotected has no principal: %s", error)
             known = None
-        ask = lambda: known  # noqa: E731
+        ask = _knowing(known)
 
     def find() -> Identity:
         identity = functools.partial(identity_of, idempotency.ledger.namespace)

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from ..core.flows import Emit, Flow, GivenUp, InBackground, Sleep
 from ..core.operations import Call
@@ -63,6 +63,15 @@ lease."""
 
 EXIT_WITHIN = 2.0
 """Seconds that an exiting process spends on completions and releases that are still pending."""
+
+
+class Runner(Protocol):
+    """A thread or task that runs flows when they are due."""
+
+    agenda: Agenda
+
+
+R = TypeVar("R", bound=Runner)
 
 
 class Job:
@@ -139,14 +148,22 @@ class Batch:
         while self.calls:
             self.advance([LedgerUnavailable(why)] * len(self.calls), emit)
 
-    def put_back(self, room: Room, agenda_of: Callable[[Job], Agenda]) -> None:
-        """Schedule the flows that sleep, each on its agenda, and stop counting the others, which have ended."""
+    def put_back(self, room: Room, runner_of: Callable[[Job], R]) -> set[R]:
+        """Schedule the flows that sleep, each with its runner, and stop counting the others, which have ended.
+
+        Returns:
+            The runners that have flows to run.
+        """
         now = time.monotonic()
+        runners = set[R]()
         for job in self._jobs:
             if job in self._slept:
-                agenda_of(job).put(job, now + self._slept[job].seconds)
+                runner = runner_of(job)
+                runner.agenda.put(job, now + self._slept[job].seconds)
+                runners.add(runner)
             else:
                 room.leave(job)
+        return runners
 
 
 class Room:

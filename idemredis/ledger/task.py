@@ -107,7 +107,7 @@ class _Runner:
         self._run = crew.run
         self._emit = crew.emit
         self._name = crew.name if lane == "heartbeats" else f"{crew.name} {lane}"
-        self._agenda = Agenda()
+        self.agenda = Agenda()
         self._batch: Batch | None = None
         self._task: asyncio.Task[None] | None = None
         self._guard: AsyncGenerator[None] | None = None
@@ -117,12 +117,12 @@ class _Runner:
 
     def add(self, job: Job, due: float) -> bool:
         if room := self._crew.room.enter(job):
-            self._agenda.put(job, due)
+            self.agenda.put(job, due)
             self._wake_by(due)
         return room
 
     def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat, row: str) -> None:
-        self._agenda.add_heartbeat(lease, heartbeat, row)
+        self.agenda.add_heartbeat(lease, heartbeat, row)
         self._wake_by(lease.first_heartbeat_at)
 
     def stop(self) -> None:
@@ -139,7 +139,7 @@ class _Runner:
                 await asyncio.wait([task], timeout=max(until - time.monotonic(), 0.0))
                 task.cancel()
             self._recover("the ledger is closing, and Redis has not replied yet")
-            jobs = self._agenda.clear()
+            jobs = self.agenda.clear()
             while jobs:
                 job = jobs[0]
                 if time.monotonic() < until and isinstance(call := job.advance(time.monotonic(), self._emit), Call):
@@ -148,7 +148,7 @@ class _Runner:
         finally:
             self._closing = False
             self._recover("the ledger is closing, and was cancelled")
-            for job in jobs + self._agenda.clear():
+            for job in jobs + self.agenda.clear():
                 self._give_up(job)
 
     def _give_up(self, job: Job) -> None:
@@ -174,21 +174,16 @@ class _Runner:
         batch, self._batch = self._batch, None
         if batch is not None:
             batch.interrupt(why, self._emit)
-            batch.put_back(self._crew.room, lambda job: self._agenda)
+            batch.put_back(self._crew.room, lambda job: self)
 
     def _put_back(self, batch: Batch) -> None:
-        """Schedule the batch's flows anew; where a row has moved to another node, with that node's runner."""
-        others: set[_Runner] = set()
-
-        def agenda_of(job: Job) -> Agenda:
-            runner = self if self._closing else self._crew.runner(self.lane, job.row)
-            others.add(runner)
-            return runner._agenda
-
-        batch.put_back(self._crew.room, agenda_of)
-        for runner in others - {self}:
+        """Schedule the batch's flows again; if a row has moved to another node, with that node's runner."""
+        for runner in batch.put_back(self._crew.room, self._runner_of) - {self}:
             runner._wake_by(0.0)
             runner._changed.set()
+
+    def _runner_of(self, job: Job) -> _Runner:
+        return self if self._closing else self._crew.runner(self.lane, job.row)
 
     async def _finish_with_the_loop(self) -> AsyncGenerator[None]:
         """Finish when the loop ends.
@@ -220,17 +215,17 @@ class _Runner:
             raise
 
     def _go_on(self, ended: object) -> None:
-        if self._task is ended and (self._batch is not None or self._agenda.due_at() is not None):
+        if self._task is ended and (self._batch is not None or self.agenda.due_at() is not None):
             self._start()
 
     async def _next(self) -> Batch | None:
         """Wait until flows are due and return them; return None when the task is to end."""
         while True:
             if not self._closing:
-                self._batch = self._agenda.take(time.monotonic())
+                self._batch = self.agenda.take(time.monotonic())
                 if self._batch is not None:
                     return self._batch
-            due = self._agenda.due_at()
+            due = self.agenda.due_at()
             now = time.monotonic()
             self._wakes_at = now + IDLE if due is None else due
             self._changed.clear()
@@ -241,7 +236,7 @@ class _Runner:
                 except TimeoutError:
                     pass
             self._wakes_at = 0.0
-            if self._closing or (due is None and self._agenda.due_at() is None):
+            if self._closing or (due is None and self.agenda.due_at() is None):
                 return None
 
     async def _results(self, calls: Sequence[Call[Any]]) -> list[Result]:

@@ -128,7 +128,7 @@ class _Runner:
         # lock held.
         self._lock = crew.lock
         self._changed = threading.Condition(crew.lock)
-        self._agenda = Agenda()
+        self.agenda = Agenda()
         self._batch: Batch | None = None
         self._advancing = False
         self._thread: threading.Thread | None = None
@@ -143,19 +143,19 @@ class _Runner:
     def add(self, job: Job, due: float) -> bool:
         with self._lock:
             if room := self._crew.room.enter(job):
-                self._agenda.put(job, due)
+                self.agenda.put(job, due)
                 self._wake_by(due)
         return room
 
     def start_heartbeat(self, lease: Lease, heartbeat: Heartbeat, row: str) -> None:
         with self._lock:
-            self._agenda.add_heartbeat(lease, heartbeat, row)
+            self.agenda.add_heartbeat(lease, heartbeat, row)
             self._wake_by(lease.first_heartbeat_at)
 
     def go_on(self) -> None:
         """Start a thread if there is work, and its thread died or could not be started."""
         with self._lock:
-            if self._batch is not None or self._agenda.due_at() is not None:
+            if self._batch is not None or self.agenda.due_at() is not None:
                 self._wake_by(math.inf)
 
     def stop(self) -> None:
@@ -175,8 +175,8 @@ class _Runner:
             self._thread = None
             if batch is not None:
                 batch.interrupt("the ledger is closing, and Redis has not replied yet", self._emit)
-                batch.put_back(self._crew.room, lambda job: self._agenda)
-            jobs = self._agenda.clear()
+                batch.put_back(self._crew.room, lambda job: self)
+            jobs = self.agenda.clear()
             self._closing = False
         for job in jobs:
             if time.monotonic() < until and isinstance(call := job.advance(time.monotonic(), self._emit), Call):
@@ -210,21 +210,16 @@ class _Runner:
         batch, self._batch, self._advancing = self._batch, None, False
         if batch is not None:
             batch.interrupt("the background thread died during the call", self._emit)
-            batch.put_back(self._crew.room, lambda job: self._agenda)
+            batch.put_back(self._crew.room, lambda job: self)
 
     def _put_back(self, batch: Batch) -> None:
         """Schedule the batch's flows again; if a row has moved to another node, with that node's runner."""
-        others: set[_Runner] = set()
-
-        def agenda_of(job: Job) -> Agenda:
-            runner = self if self._closing else self._crew.runner(self.lane, job.row)
-            others.add(runner)
-            return runner._agenda
-
-        batch.put_back(self._crew.room, agenda_of)
-        for runner in others - {self}:
+        for runner in batch.put_back(self._crew.room, self._runner_of) - {self}:
             runner.go_on()
             runner._changed.notify_all()
+
+    def _runner_of(self, job: Job) -> _Runner:
+        return self if self._closing else self._crew.runner(self.lane, job.row)
 
     def _main(self) -> None:
         try:
@@ -242,17 +237,17 @@ class _Runner:
         """Wait until flows are due and return them; return None when the thread is to end."""
         with self._lock:
             while self._thread is threading.current_thread():
-                batch = None if self._closing else self._agenda.take(time.monotonic())
+                batch = None if self._closing else self.agenda.take(time.monotonic())
                 if batch is not None:
                     self._batch = batch
                     return batch
-                due = self._agenda.due_at()
+                due = self.agenda.due_at()
                 now = time.monotonic()
                 self._wakes_at = now + IDLE if due is None else due
                 if not self._closing:
                     self._changed.wait(max(self._wakes_at - now, 0.0))
                 self._wakes_at = 0.0
-                if self._closing or (due is None and self._agenda.due_at() is None):
+                if self._closing or (due is None and self.agenda.due_at() is None):
                     self._thread = None
                     self._changed.notify_all()
         return None

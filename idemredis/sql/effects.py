@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from sqlalchemy import MetaData, delete, inspect, select
 from sqlalchemy.engine import Connection, Engine
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session, scoped_session
 
 from ..core.reservation import Reservation
@@ -113,6 +113,7 @@ class Effects:
             InvalidResponse: the response is none of these kinds; nothing was sent.
             ConfigurationError: the session or its database is not supported, or commits each statement by itself.
             CorruptRow: the record was edited and cannot be read.
+            sqlalchemy.exc.IntegrityError: this transaction has recorded the reservation before.
             sqlalchemy.exc.DBAPIError: a deadlock, serialization failure, lock timeout or lost connection, as the
                 driver reports it. It is not retried here, because the whole transaction must be retried.
         """
@@ -218,6 +219,11 @@ class Effects:
             error.hide_parameters = True  # the row's name has the principal and the key
             if (done := self._done(session, r)) is not None:
                 raise EffectDone(done, digest(r.row)) from None
+            if isinstance(error, IntegrityError):
+                error.add_note(
+                    "No record of this operation is committed: the transaction has recorded it twice. Record it once, "
+                    "after its last effect."
+                )
             raise
         except BaseException:
             abandon(session)

@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -358,9 +359,9 @@ def test_closing_throws_into_no_flow_that_sleeps_while_another_asks_again(caplog
     assert len(batch.calls) == 1
     batch.interrupt("closing", lambda emit: None)
     assert log == ["no reply", "no reply"]
-    kept = Agenda()
-    batch.put_back(Room(), lambda job: kept)
-    assert kept.clear() == [jobs[0]]
+    runner = SimpleNamespace(agenda=Agenda())
+    batch.put_back(Room(), lambda job: runner)
+    assert runner.agenda.clear() == [jobs[0]]
     assert caplog.records == []
 
 

@@ -349,6 +349,21 @@ def test_an_error_of_the_application_itself_is_not_taken_for_a_record(orders: Or
     assert len(orders.recorded()) == 1
 
 
+def test_a_transaction_that_records_twice_is_rolled_back_and_the_error_says_why(orders: Orders, claim: Any) -> None:
+    r = claim()
+
+    async def twice(session: Any) -> None:
+        session.add(Order(id=7, made_by=1))
+        await orders.value(effects.record(session, r, {"n": 1}))
+        with pytest.raises(IntegrityError) as refused:
+            await orders.value(effects.record(session, r, {"n": 2}))
+        assert "recorded it twice" in refused.value.__notes__[0]
+
+    orders.run(twice)
+    assert orders.recorded() == []
+    assert orders.count() == 0
+
+
 def test_a_lost_connection_is_raised_as_it_is(databases: Any, claim: Any) -> None:
     database = databases.get("postgresql")
     engine = database.engine()
