@@ -12,15 +12,21 @@ ARGV
   6  route         text      the endpoint or function, or empty; informational
 
 REPLY
-  claimed      token generation [checkpoint checkpoint_data checkpoint_seq]   this attempt owns the row; also if the call is sent again
-  replay       token generation response_status response_headers response_body [response_omitted status]   an attempt completed or failed the row; without the last two it completed it, with its body
+  claimed      token generation [checkpoint checkpoint_data checkpoint_seq]
+               this attempt owns the row; also if the call is sent again
+  replay       token generation response_status response_headers response_body [response_omitted status]
+               an attempt completed or failed the row; without the last two it completed it, with its body
   in_progress  token lease_ms      another attempt owns the row, and its lease has this time left
-  stale        token generation released [checkpoint checkpoint_data checkpoint_seq]   the lease has ended; a takeover of this generation may succeed. `released` is 1 if its attempt gave the row up, 0 if it died
+  stale        token generation released [checkpoint checkpoint_data checkpoint_seq]
+               the lease has ended; a takeover of this generation may succeed. `released` is 1 if its attempt gave the
+               row up, 0 if it died
   reused       token               the row was claimed with another fingerprint
   corrupt      token why           the row was not written by this ledger, or was edited
 
-WRITES  on "claimed": the TTL and all fields of a new row; for this attempt's own row the TTL, and lease and retention if they change.
-        On "stale": the generation as it is, so that WAIT tells whether replicas keep up before a takeover fences the owner.
+WRITES  on "claimed": the TTL and all fields of a new row; for this attempt's own row the TTL, and lease and retention
+        if they change.
+        On "stale": the generation as it is, so that WAIT says whether replicas keep up before a takeover fences the
+        owner.
 ]]
 -- include lib/row.lua
 -- include lib/clock.lua

@@ -8,7 +8,9 @@ ARGV
   2  with_body     1 or 0    with 0, the reply has the body's length in place of the body
 
 REPLY
-  row      token ttl_ms status generation owner fingerprint lease retention created_at route response_status response_headers response_body response_omitted checkpoint checkpoint_data checkpoint_seq   an absent field is empty; ttl_ms is -1 if there is no TTL
+  row      token ttl_ms status generation owner fingerprint lease retention created_at route response_status
+           response_headers response_body response_omitted checkpoint checkpoint_data checkpoint_seq
+           an absent field is empty; ttl_ms is -1 if there is no TTL
   none     token               there is no such row
   corrupt  token ttl_ms why    the row was not written by this ledger, or was edited
 

@@ -11,7 +11,11 @@ ARGV
   5  max_bytes         integer   the survey ends after the row with which the bodies exceed this
 
 REPLY
-  surveyed token surveyed_rows completed failed lasting recent oldest [position state ttl_ms age_ms left_ms claimed_ms]*   `lasting` is the number of finished rows without a TTL, `recent` that of recent rows, `oldest` the time since the earliest claim (-1: no rows); then the rows: `state` is running, stale, released, completed, failed, corrupt, or unread if only `read` and its caller can judge the row
+  surveyed  token surveyed_rows completed failed lasting recent oldest
+            [position state ttl_ms age_ms left_ms claimed_ms]*
+            `lasting` is the number of finished rows without a TTL, `recent` that of recent rows, `oldest` the time
+            since the earliest claim (-1: no rows). Then the rows: `state` is running, stale, released, completed,
+            failed, corrupt, or unread if only `read` and its caller can judge the row
 
 WRITES  nothing; the TTLs stay
 ]]

@@ -11,7 +11,8 @@ ARGV
   5  retention     ms        from now: the row's TTL
 
 REPLY
-  claimed   token generation [checkpoint checkpoint_data checkpoint_seq]   this attempt owns the row; also if the call is sent again
+  claimed   token generation [checkpoint checkpoint_data checkpoint_seq]
+            this attempt owns the row; also if the call is sent again
   lost      token            the row is not stale at that generation and fingerprint; nothing was changed
 
 WRITES  generation, owner, lease, retention and the TTL, on "claimed" only

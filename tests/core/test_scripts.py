@@ -67,7 +67,7 @@ READ_ONLY = {"read", "survey"}
 
 
 def header(script: Script) -> dict[str, list[str]]:
-    """The blocks of the header by their names; the first line under "title"."""
+    """The blocks of the header by their names, with continued lines joined; the first line under "title"."""
     text, closed, _ = script.text.partition("\n]]\n")
     assert closed
     opened, title, *lines = text.splitlines()
@@ -79,6 +79,8 @@ def header(script: Script) -> dict[str, list[str]]:
             block = blocks.setdefault(match[1], [])
             if match[2].strip():
                 block.append(match[2].strip())
+        elif line.startswith("    ") and block:
+            block[-1] += f" {line.strip()}"
         elif line.strip():
             block.append(line)
     return blocks
