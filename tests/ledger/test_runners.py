@@ -9,7 +9,6 @@ import random
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -348,6 +347,11 @@ def asking_twice(log: list[str]) -> Flow[None]:
     yield Sleep(60.0)
 
 
+class Runner:
+    def __init__(self) -> None:
+        self.agenda = Agenda()
+
+
 def test_closing_throws_into_no_flow_that_sleeps_while_another_asks_again(caplog: pytest.LogCaptureFixture) -> None:
     log: list[str] = []
     jobs = [Job(sleeping_then_calling(log), "completion"), Job(asking_twice(log), "heartbeat")]
@@ -359,7 +363,7 @@ def test_closing_throws_into_no_flow_that_sleeps_while_another_asks_again(caplog
     assert len(batch.calls) == 1
     batch.interrupt("closing", lambda emit: None)
     assert log == ["no reply", "no reply"]
-    runner = SimpleNamespace(agenda=Agenda())
+    runner = Runner()
     batch.put_back(Room(), lambda job: runner)
     assert runner.agenda.clear() == [jobs[0]]
     assert caplog.records == []
