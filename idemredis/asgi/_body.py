@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..web.body import CHUNK, SPOOL, BodyIncomplete, BodyTooLarge, Spool, origin_form, quoted
-from ._types import Message, Receive, Scope, header
+from ._types import Message, Receive, Scope
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -157,8 +158,7 @@ def raw_target(scope: Scope) -> str:
     return target
 
 
-def expected(scope: Scope) -> int | None:
+def expected(headers: Mapping[str, str]) -> int | None:
     """Return the length of the body that the client has announced; None if it has not, or the body is chunked."""
-    length = header(scope, b"content-length") or ""
-    chunked = header(scope, b"transfer-encoding") is not None
-    return int(length) if length.isdecimal() and not chunked else None
+    length = headers.get("content-length", "")
+    return int(length) if length.isdecimal() and "transfer-encoding" not in headers else None

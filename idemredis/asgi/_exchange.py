@@ -16,7 +16,7 @@ from ..events import observing
 from ..ledger.current import look_also_in
 from ._body import RequestBody, expected, raw_target
 from ._outgoing import Outgoing
-from ._types import Message, Receive, Scope, Send, header
+from ._types import Message, Receive, Scope, Send, all_headers, header
 
 if TYPE_CHECKING:
     from ._routes import Routes
@@ -80,11 +80,12 @@ class Exchange:
         self._routes = routes
         self._ending: tuple[Reservation, Ending] | None = None
         if self.key_header is not None and settings.mode != "off":
+            headers = all_headers(scope)
             self.target = raw_target(scope)
-            named = [(name, header(scope, name.lower().encode()) or "") for name in settings.fingerprint_headers]
+            named = [(name, headers.get(name.lower(), "")) for name in settings.fingerprint_headers]
             digest = begin_fingerprint(scope["method"], self.target, named)
             limit, keep = settings.max_request, idempotency.keeps_bodies
-            self.body = RequestBody(receive, digest, expected(scope), limit, keep)
+            self.body = RequestBody(receive, digest, expected(headers), limit, keep)
 
     @property
     def claimed(self) -> bool:
