@@ -10,7 +10,7 @@
 PYTHON ?= python3
 MINUTES ?= 5
 # More than a small machine has cores: half of the time, a test waits for a server, a lease or a process.
-WORKERS ?= 4
+WORKERS ?= 6
 BIN := .venv/bin
 READY := .venv/.ready
 
@@ -30,7 +30,7 @@ test: $(READY)
 
 quick: $(READY)
 	$(LINT)
-	$(BIN)/pytest -n $(WORKERS) -m "not slow"
+	$(BIN)/pytest -n 3 -m "not slow"
 
 serve: $(READY)
 	@$(BIN)/python examples/serve.py
