@@ -46,7 +46,7 @@ class Order(BaseModel):
     amount: int
 
 
-idempotency = Idempotency(principal=lambda scope: None, settings=SETTINGS)  # the guard knows the account
+idempotency = Idempotency(settings=SETTINGS)
 Claim = Annotated[AsyncReservation, Depends(guard(idempotency, principal=account))]
 app = FastAPI(lifespan=idempotency.lifespan)
 app.add_middleware(IdempotencyMiddleware, idempotency=idempotency)

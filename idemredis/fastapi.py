@@ -96,8 +96,10 @@ def guard(
             endpoint, or raises `HoldForReview`.
 
     Raises:
-        ConfigurationError: an option is not supported.
+        ConfigurationError: an option is not supported, or there is no principal.
     """
+    if principal is None:
+        idempotency.check_principal("guard")
     options = idempotency.chosen(
         Options(required, lease, wait, operation, on_error, None, recover)  # type: ignore[arg-type]  # checked there
     )

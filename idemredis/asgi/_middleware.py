@@ -36,7 +36,8 @@ class IdempotencyMiddleware:
             of the scope.
 
     Raises:
-        ConfigurationError: `idempotency` is not an `Idempotency`, or `exempt` has an entry of another kind.
+        ConfigurationError: `idempotency` is not an `Idempotency`, or has no principal where all requests are claimed;
+            or `exempt` has an entry of another kind.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class IdempotencyMiddleware:
         self._idempotency = idempotency
         self._methods = settings.methods
         self._protect_all = settings.protect_all if protect_all is None else protect_all
+        if self._protect_all:
+            idempotency.check_principal("protect_all")
         self._is_exempt = exempting(exempt)
         self._routes = Routes(app, "host" in map(str.lower, settings.fingerprint_headers))
 

@@ -28,6 +28,9 @@ logger = logging.getLogger("idemredis")
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 Exempt = TypeVar("Exempt", bound=Callable[..., Any])
 
+LEFT_OUT: Any = object()
+"""Stands for a principal that is not given; None may be given by mistake."""
+
 CLOSE_WITHIN = 2.0
 """Seconds for which closing waits for requests whose clients have gone away; as long as the ledger flushes."""
 
@@ -38,7 +41,7 @@ class Idempotency:
     Args:
         principal: whose key it is: a function of the scope, sync or async, that is called when the endpoint is claimed
             and so after the authentication around it; or a constant for a single-tenant service. If the function
-            returns None or a blank string, the response is 401.
+            returns None or a blank string, the response is 401. It may be left out if each `guard` has its own.
         settings: the `IDEMREDIS_` settings by name; other names are ignored.
         client: a redis-py asyncio client to use in place of `IDEMREDIS_URL`, in one event loop.
         ledger: an `AsyncLedger` to use in place of a client and of the settings that belong to a ledger.
@@ -63,7 +66,7 @@ class Idempotency:
     def __init__(
         self,
         *,
-        principal: Callable[[Scope], object] | object,
+        principal: Callable[[Scope], object] | object = LEFT_OUT,
         settings: Mapping[str, Any] | None = None,
         client: AsyncClient | None = None,
         ledger: AsyncLedger | None = None,
@@ -72,7 +75,7 @@ class Idempotency:
     ) -> None:
         observers = tuple(observers)
         check_given(AsyncLedger, client, ledger, observers, problem)
-        if not callable(principal):
+        if principal is not LEFT_OUT and not callable(principal):
             constant(principal)
         checked = Settings.from_mapping({} if settings is None else settings)
         self.ledger: AsyncLedger = make_ledger(AsyncLedger, checked, client, ledger, observers)
@@ -120,8 +123,10 @@ class Idempotency:
                 `HoldForReview`. It may be async if the endpoint is.
 
         Raises:
-            ConfigurationError, TypeError: an option is not supported, or the endpoint is a generator.
+            ConfigurationError, TypeError: an option is not supported, the endpoint is a generator, or there is no
+                principal.
         """
+        self.check_principal("protect")
         if endpoint is not None and (isinstance(endpoint, type) or not callable(endpoint)):
             raise ConfigurationError(_misused(endpoint))
         chosen = self.chosen(Options(**options))
@@ -165,6 +170,15 @@ class Idempotency:
         check_lease(options, self.ledger.policy.retention)
         self.keeps_bodies |= options.fingerprint is not None
         return options
+
+    def check_principal(self, what: str) -> None:
+        """Check that there is a principal for something that claims requests.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if self._principal is LEFT_OUT:
+            raise ConfigurationError(f"{what} needs a principal: whose key it is; pass principal= to Idempotency")
 
     def ask_principal(self, scope: Scope) -> Any:
         """Return the principal of a request, or an awaitable of it."""

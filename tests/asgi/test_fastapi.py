@@ -321,6 +321,13 @@ def test_an_option_of_a_guard_that_cannot_work_is_refused(options: dict[str, Any
         guard(idempotency, **options)
 
 
+def test_a_guard_needs_a_principal_of_its_own_if_there_is_no_other() -> None:
+    idempotency = Idempotency(settings={"IDEMREDIS_URL": "redis://127.0.0.1:1"})
+    guard(idempotency, principal=_account)
+    with pytest.raises(ConfigurationError, match="guard needs a principal"):
+        guard(idempotency)
+
+
 # Layers
 
 

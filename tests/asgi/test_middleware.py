@@ -708,6 +708,15 @@ def test_what_cannot_be_set_up_is_refused_at_once(arguments: dict[str, Any], mes
         Idempotency(**{"principal": "acme", **arguments})
 
 
+def test_without_a_principal_nothing_can_be_claimed_but_by_guards_that_have_one() -> None:
+    idempotency = Idempotency(settings=NOWHERE)
+    with pytest.raises(ConfigurationError, match="protect needs a principal"):
+        idempotency.protect(lambda request: None)
+    with pytest.raises(ConfigurationError, match="protect_all needs a principal"):
+        IdempotencyMiddleware(Starlette(), idempotency, protect_all=True)
+    IdempotencyMiddleware(Starlette(), idempotency)
+
+
 def test_names_of_others_in_the_settings_are_not_ours() -> None:
     settings = {**NOWHERE, "DEBUG": True, "SECRET_KEY": "x", "IDEMREDIS_LEASE_SECONDS": 7}
     assert Idempotency(principal="acme", settings=settings).ledger.policy.lease == 7
