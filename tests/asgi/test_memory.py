@@ -26,7 +26,7 @@ MORE = 32 * 1024
 @pytest.fixture
 def uvicorn(valkey_server: Server) -> Iterator[Served]:
     """One process that has already served a request of each kind, so that what those import is in memory."""
-    with Served("uvicorn", valkey_server.url, socket_timeout=5.0) as served:
+    with Served("uvicorn", valkey_server.url) as served:
         assert served.post("small").status == 201
         assert served.post("small-stream", "/answers/stream").status == 201
         yield served

@@ -27,7 +27,7 @@ def served_by(all_servers: Servers) -> Iterator[Callable[[str], Served]]:
         if kind not in running:
             server = all_servers.get("valkey")
             assert isinstance(server, Server)
-            running[kind] = Served(kind, server.url, socket_timeout=5.0)
+            running[kind] = Served(kind, server.url)
         running[kind].forget()
         return running[kind]
 

@@ -24,7 +24,7 @@ def framework(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(params=ASGI_KINDS)
 def served(request: pytest.FixtureRequest, framework: str, valkey_server: Server) -> Iterator[Served]:
-    with Served(request.param, valkey_server.url, framework=framework, workers=1, socket_timeout=5.0) as served:
+    with Served(request.param, valkey_server.url, framework=framework, workers=1) as served:
         yield served
 
 

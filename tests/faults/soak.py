@@ -251,7 +251,7 @@ def main() -> int:
         valkey(Path(folder) / "server", "--appendonly", "yes", "--appendfsync", "always") as server,
         valkey(Path(folder) / "games") as other,
         Proxy(server.port) as proxy,
-        Served("gunicorn-gthread", proxy.url, NAMESPACE, lease=LEASE) as service,
+        Served("gunicorn-gthread", proxy.url, NAMESPACE, lease=LEASE, socket_timeout=1.0) as service,
     ):
         soak = Soak(server, proxy, service, options.seed)
         clients = [threading.Thread(target=soak.client, args=(number,)) for number in range(CLIENTS)]

@@ -59,7 +59,7 @@ class Setup:
     url: str
     namespace: str
     lease: float = Policy().lease
-    socket_timeout: float = 1.0
+    socket_timeout: float = 5.0
     workers: int = 2
     threads: int = 8
     wait: float = 0.0

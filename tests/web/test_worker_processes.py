@@ -25,7 +25,7 @@ def workers(request: pytest.FixtureRequest, every_key_left_expires: Servers) -> 
     """Four workers of gunicorn, or of uvicorn."""
     server = every_key_left_expires.get("valkey")
     assert isinstance(server, Server)
-    with Served(request.param, server.url, socket_timeout=5.0, workers=4, threads=25) as served:
+    with Served(request.param, server.url, workers=4, threads=25) as served:
         yield served
 
 
