@@ -122,10 +122,10 @@ def ledger(server: Server) -> Iterable[Figure]:
         "claim+complete : SET NX PX + SET PX",
         turns.ratio("claim+complete", "SET NX + SET"),
         "x",
-        1.4,
+        1.25,
         note=turns.note("SET NX + SET"),
     )
-    yield Figure("replay : GET", turns.ratio("replay", "GET"), "x", 1.45, note=turns.note("GET"))
+    yield Figure("replay : GET", turns.ratio("replay", "GET"), "x", 1.3, note=turns.note("GET"))
     least = turns.ratio("2 EVALSHA", "SET NX + SET")
     yield Figure("2 raw EVALSHA : SET NX PX + SET PX (the least it can be)", least, "x")
     yield Figure("raw EVALSHA of a replay : GET (the least it can be)", turns.ratio("EVALSHA", "GET"), "x")
@@ -299,7 +299,7 @@ def async_ledger(server: Server) -> Iterable[Figure]:
             f"AsyncLedger, {tasks} tasks: claim+complete : 2 raw EVALSHA",
             statistics.median(ratios),
             "x",
-            1.2,
+            1.1,
             note=note,
         )
 
