@@ -20,6 +20,7 @@ import redis
 import redis.asyncio
 import redis.asyncio.sentinel
 import redis.sentinel
+from redis.credentials import CredentialProvider
 
 from idemredis import AsyncLedger, Ledger, LedgerUnavailable, Policy, Replay, Reservation, StoredResponse
 from tests.support.clusters import Cluster
@@ -433,6 +434,38 @@ def test_a_cancelled_task_stays_cancelled_also_when_its_call_is_overdue(valkey_s
 
     with half_open(valkey_server) as port:
         asyncio.run(scene(port))
+
+
+class SlowCredentials(CredentialProvider):
+    """Asks for a password as many providers do: over HTTP, on the event loop's own thread."""
+
+    def get_credentials(self) -> tuple[str, str]:
+        time.sleep(0.4)
+        return "default", "any"
+
+
+@pytest.mark.slow
+def test_a_call_ends_in_time_although_its_time_was_over_while_the_client_logged_in(
+    valkey_server: Server, namespace: str
+) -> None:
+    """In Python 3.11, redis-py's `asyncio.wait_for` may swallow the cancellation then."""
+
+    async def scene() -> float:
+        options: Any = {"socket_timeout": 0.3, "credential_provider": SlowCredentials()}
+        async with redis.asyncio.Redis(port=valkey_server.port, **options) as client:
+            ledger = AsyncLedger(client, namespace=namespace)
+            began = time.monotonic()
+            async with asyncio.timeout(BOUND):
+                with pytest.raises(LedgerUnavailable, match="Timeout"):
+                    await ledger.claim(*ROW, "f")
+            return time.monotonic() - began
+
+    with valkey_server.client() as client:
+        client.client_pause(60_000, all=False)  # scripts wait, logins do not
+        try:
+            assert asyncio.run(scene()) < BOUND
+        finally:
+            client.client_unpause()
 
 
 @pytest.mark.slow
