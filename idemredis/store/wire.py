@@ -173,10 +173,12 @@ class AsyncWire:
         _, packed, tokens = trip
         connection = await self._take(call.until)
         own_timeout = connection.socket_timeout
+        is_relaxed = own_timeout != getattr(connection, "orig_socket_timeout", own_timeout)  # until a notice resets it
         try:
             try:
                 await self._ready(connection, call)
-                connection.socket_timeout = None  # else redis-py makes a task and a timer of its own for each call
+                if not is_relaxed:
+                    connection.socket_timeout = None  # else redis-py makes a task and a timer of its own for each call
                 await connection.send_packed_command(packed)
                 replies, in_step = [], True
                 for token in tokens:
@@ -199,7 +201,7 @@ class AsyncWire:
                 without_frames(error)
                 raise
         finally:
-            if connection.socket_timeout is None:  # unless a notice of the server has just set another
+            if not is_relaxed and connection.socket_timeout is None:  # unless a notice of the server has set another
                 connection.socket_timeout = own_timeout
             await self._release(connection)
         return replies
