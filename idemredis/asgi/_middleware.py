@@ -86,6 +86,7 @@ class IdempotencyMiddleware:
             return
         ended = exchange.loop.create_future()
         task = exchange.loop.create_task(self._run_alone(exchange, ended))
+        task.add_done_callback(lambda _: _end(ended))  # a task that is cancelled before its first step runs nothing
         try:
             await ended  # not the task: it would be cancelled with this one
         except asyncio.CancelledError:
@@ -110,8 +111,7 @@ class IdempotencyMiddleware:
         try:
             await self._run(exchange)
         finally:
-            if not ended.done():
-                ended.set_result(None)
+            _end(ended)
 
     async def _run(self, exchange: Exchange) -> None:
         scope, outgoing = exchange.scope, exchange.outgoing
@@ -159,3 +159,8 @@ class IdempotencyMiddleware:
             await send(message)
 
         return send_and_close
+
+
+def _end(ended: asyncio.Future[None]) -> None:
+    if not ended.done():
+        ended.set_result(None)

@@ -113,7 +113,8 @@ class Effects:
             InvalidResponse: the response is none of these kinds; nothing was sent.
             ConfigurationError: the session or its database is not supported, or commits each statement by itself.
             CorruptRow: the record was edited and cannot be read.
-            sqlalchemy.exc.IntegrityError: this transaction has recorded the reservation before.
+            sqlalchemy.exc.IntegrityError: this transaction has recorded the reservation before, or there is a record
+                that cannot be read now.
             sqlalchemy.exc.DBAPIError: a deadlock, serialization failure, lock timeout or lost connection, as the
                 driver reports it. It is not retried here, because the whole transaction must be retried.
         """
@@ -217,13 +218,8 @@ class Effects:
         except DBAPIError as error:
             abandon(session)
             error.hide_parameters = True  # the row's name has the principal and the key
-            if (done := self._done(session, r)) is not None:
+            if (done := self._done(session, r, error)) is not None:
                 raise EffectDone(done, digest(r.row)) from None
-            if isinstance(error, IntegrityError):
-                error.add_note(
-                    "No record of this operation is committed: the transaction has recorded it twice. Record it once, "
-                    "after its last effect."
-                )
             raise
         except BaseException:
             abandon(session)
@@ -239,11 +235,18 @@ class Effects:
             bind = session.connection(bind_arguments={"clause": self._insert})
         return find(bind, self._of_row, r)
 
-    def _done(self, session: Session, r: Reservation) -> StoredResponse | None:
+    def _done(self, session: Session, r: Reservation, error: DBAPIError) -> StoredResponse | None:
+        """Return what is recorded; None if nothing is, or it cannot be read. The caller has an error to raise then."""
         try:
-            return self.look(session, r)
+            done = self.look(session, r)
         except SQLAlchemyError:
-            return None  # the database cannot be read; the caller has an error to raise
+            return None
+        if done is None and isinstance(error, IntegrityError):
+            error.add_note(
+                "No record of this operation is committed: the transaction has recorded it twice, or a trigger refuses "
+                "the record. Record it once, after its last effect."
+            )
+        return done
 
     def _create(self, bind: Engine | Connection) -> None:
         check_dialect(bind.dialect)

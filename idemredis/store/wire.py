@@ -161,7 +161,7 @@ class AsyncWire:
         """Send commands and return their replies, as `Wire.exchange` does."""
         call = CallOfTask(until)
         try:
-            replies = await self._exchange(trip, until)
+            replies = await self._exchange(trip, call)
         except BaseException as error:
             if call.end() and isinstance(error, asyncio.CancelledError):
                 raise RedisTimeoutError(f"Timeout reading from {clients.address(self.client)}") from error
@@ -169,14 +169,16 @@ class AsyncWire:
         call.end()
         return replies
 
-    async def _exchange(self, trip: Trip, until: float) -> list[Any]:
+    async def _exchange(self, trip: Trip, call: CallOfTask) -> list[Any]:
         _, packed, tokens = trip
-        connection = await self._take(until)
+        connection = await self._take(call.until)
         own_timeout = connection.socket_timeout
+        is_relaxed = own_timeout != getattr(connection, "orig_socket_timeout", own_timeout)  # until a notice resets it
         try:
             try:
-                await self._ready(connection)
-                connection.socket_timeout = None  # else redis-py makes a task and a timer of its own for each call
+                await self._ready(connection, call)
+                if not is_relaxed:
+                    connection.socket_timeout = None  # else redis-py makes a task and a timer of its own for each call
                 await connection.send_packed_command(packed)
                 replies, in_step = [], True
                 for token in tokens:
@@ -199,7 +201,7 @@ class AsyncWire:
                 without_frames(error)
                 raise
         finally:
-            if connection.socket_timeout is None:  # unless a notice of the server has just set another
+            if not is_relaxed and connection.socket_timeout is None:  # unless a notice of the server has set another
                 connection.socket_timeout = own_timeout
             await self._release(connection)
         return replies
@@ -220,7 +222,7 @@ class AsyncWire:
                 raise _exhausted(pool)
             await asyncio.sleep(FULL_POOL_GAP)
 
-    async def _ready(self, connection: Any) -> None:
+    async def _ready(self, connection: Any, call: CallOfTask) -> None:
         try:
             if self._left_at and getattr(connection, "connected_at", 0.0) < self._left_at:
                 await connection.disconnect(nowait=True)
@@ -230,6 +232,8 @@ class AsyncWire:
                 await self.client.connection_pool.ensure_connection(connection)
             else:
                 await connection.connect()
+            if call.is_over:  # the cancellation may be lost on the way, as in `asyncio.wait_for` of Python 3.11
+                raise RedisTimeoutError(f"Timeout connecting to {clients.address(self.client)}")
         except BaseException as error:
             if isinstance(error, ERRORS):
                 note_unsent(error)

@@ -279,6 +279,31 @@ def test_an_endless_stream_ends_after_max_hold(make_asgi_site: MakeAsgiSite) -> 
     assert site.omitted() == b"broken_off"
 
 
+def test_a_request_ends_if_something_else_cancels_its_task_before_the_first_step(make_asgi_site: MakeAsgiSite) -> None:
+    """Such as a task factory, or a watchdog that cancels all tasks but those that it knows."""
+    site = make_asgi_site()
+    site.view(lambda: "done")
+
+    async def scene() -> None:
+        scope, pieces = site.request()
+        asyncio.get_running_loop().set_task_factory(_cancelled_at_once)
+        try:
+            with pytest.raises(asyncio.CancelledError):
+                async with asyncio.timeout(5.0):
+                    await site.app(scope, (wire := Wire(pieces)).receive, wire.send)
+        finally:
+            asyncio.get_running_loop().set_task_factory(None)
+
+    site.loop.run(scene())
+    assert (site.runs, site.rows()) == ([], {})
+
+
+def _cancelled_at_once(loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> asyncio.Task[Any]:
+    task = asyncio.Task(work, loop=loop, **options)
+    task.cancel()
+    return task
+
+
 def test_a_request_that_is_not_claimed_yet_is_cancelled_as_usual(make_asgi_site: MakeAsgiSite) -> None:
     site = make_asgi_site()
     began = site.loop.run(_event())

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy
 from sqlalchemy import MetaData, create_engine, event, select, text
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import DBAPIError, IntegrityError, OperationalError
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from idemredis import (
@@ -362,6 +363,41 @@ def test_a_transaction_that_records_twice_is_rolled_back_and_the_error_says_why(
     orders.run(twice)
     assert orders.recorded() == []
     assert orders.count() == 0
+
+
+def test_an_error_says_nothing_of_records_that_cannot_be_read(orders: Orders, claim: Any) -> None:
+    """The record exists, and the connection that reads it fails."""
+    orders.place(claim())
+    r = claim()
+
+    def fail(connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        if statement.startswith("SELECT"):
+            raise OperationalError(statement, None, Exception("the server has gone away"))
+
+    async def again(session: Any) -> None:
+        bind = session.get_bind()
+        event.listen(bind, "before_cursor_execute", fail)
+        try:
+            with pytest.raises(IntegrityError) as refused:
+                await orders.value(effects.record(session, r, {"n": 2}))
+        finally:
+            event.remove(bind, "before_cursor_execute", fail)
+        assert not hasattr(refused.value, "__notes__")
+
+    orders.run(again)
+    assert len(orders.recorded()) == 1
+
+
+def test_a_record_that_a_trigger_refuses_is_not_said_to_be_a_second_one(tmp_path: Path, claim: Any) -> None:
+    engine = create_engine(f"sqlite:///{tmp_path / 'orders.db'}")
+    Base.metadata.create_all(engine)
+    refuse = f"CREATE TRIGGER refuse BEFORE INSERT ON {effects.table.name} BEGIN SELECT RAISE(ABORT, 'closed'); END"
+    with engine.begin() as connection:
+        connection.execute(text(refuse))
+    with Session(engine) as session, pytest.raises(IntegrityError, match="closed") as refused:
+        effects.record(session, claim(), None)
+    assert "or a trigger" in refused.value.__notes__[0]
+    engine.dispose()
 
 
 def test_a_lost_connection_is_raised_as_it_is(databases: Any, claim: Any) -> None:

@@ -20,6 +20,7 @@ import redis
 import redis.asyncio
 import redis.asyncio.sentinel
 import redis.sentinel
+from redis.credentials import CredentialProvider
 
 from idemredis import AsyncLedger, Ledger, LedgerUnavailable, Policy, Replay, Reservation, StoredResponse
 from tests.support.clusters import Cluster
@@ -433,6 +434,67 @@ def test_a_cancelled_task_stays_cancelled_also_when_its_call_is_overdue(valkey_s
 
     with half_open(valkey_server) as port:
         asyncio.run(scene(port))
+
+
+def test_a_timeout_that_a_notice_of_the_server_has_relaxed_is_reset_also_during_a_call(
+    valkey_server: Server, namespace: str
+) -> None:
+    """What redis-py does at the notices that come before and after a server is moved."""
+
+    async def scene(proxy: Proxy) -> None:
+        async with redis.asyncio.Redis(port=proxy.port, socket_timeout=None) as client:
+            ledger = AsyncLedger(client, namespace=namespace)
+            await client.ping()
+            pool: Any = client.connection_pool
+            connection = pool.get_available_connection()
+            if not hasattr(connection, "set_tmp_settings"):
+                pytest.skip("this redis-py knows no such notices")
+            connection.set_tmp_settings(tmp_relaxed_timeout=10.0)
+            await pool.release(connection)
+            proxy.hold(True)
+            claim = asyncio.create_task(ledger.claim(*ROW, "f"))
+            await asyncio.sleep(0)
+            connection.reset_tmp_settings(reset_relaxed_timeout=True)
+            proxy.hold(False)
+            assert isinstance(await claim, Reservation)
+            assert connection.is_connected
+            assert connection.socket_timeout is None
+            await ledger.close()
+
+    with Proxy(valkey_server.port) as proxy:
+        asyncio.run(scene(proxy))
+
+
+class SlowCredentials(CredentialProvider):
+    """Asks for a password as many providers do: over HTTP, on the event loop's own thread."""
+
+    def get_credentials(self) -> tuple[str, str]:
+        time.sleep(0.4)
+        return "default", "any"
+
+
+@pytest.mark.slow
+def test_a_call_ends_in_time_although_its_time_was_over_while_the_client_logged_in(
+    valkey_server: Server, namespace: str
+) -> None:
+    """In Python 3.11, redis-py's `asyncio.wait_for` may swallow the cancellation then."""
+
+    async def scene() -> float:
+        options: Any = {"socket_timeout": 0.3, "credential_provider": SlowCredentials()}
+        async with redis.asyncio.Redis(port=valkey_server.port, **options) as client:
+            ledger = AsyncLedger(client, namespace=namespace)
+            began = time.monotonic()
+            async with asyncio.timeout(BOUND):
+                with pytest.raises(LedgerUnavailable, match="Timeout"):
+                    await ledger.claim(*ROW, "f")
+            return time.monotonic() - began
+
+    with valkey_server.client() as client:
+        client.client_pause(60_000, all=False)  # scripts wait, logins do not
+        try:
+            assert asyncio.run(scene()) < BOUND
+        finally:
+            client.client_unpause()
 
 
 @pytest.mark.slow
