@@ -30,6 +30,10 @@ __all__ = ["TICK", "Attempt", "CallOfTask", "bound", "connect_by", "made_of", "o
 TICK = 0.1
 """Seconds between two looks at the calls under way: how late an overdue one may be ended."""
 
+LATE = 1.0
+"""Seconds by which a look on an event loop may be late, because the loop is busy. A later one was lost: the handler of
+a signal raised an exception in it, which the loop logged. The next call then has another look made."""
+
 LINGER = 50
 """Looks without a call before the thread waits to be woken: five seconds. Waking it costs as much as a call."""
 
@@ -119,8 +123,8 @@ overdue = _Overdue()
 class CallOfTask:
     """A call of the running task, which is cancelled when the time of the call is over, as by `asyncio.timeout`.
 
-    That makes a timer for each call, which costs as much as half a round trip. Here one timer of the event loop looks
-    at all calls.
+    `asyncio.timeout` makes a timer for each call, which costs as much as half a round trip. Here one timer of the event
+    loop looks at all calls.
 
     Args:
         until: the end of its time, by the local monotonic clock.
@@ -150,13 +154,19 @@ class _CallsOfLoop:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self.under_way: set[CallOfTask] = set()
-        self._looking = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._lost_at = 0.0  # when the next look is so late that it must have been lost; 0 if there is to be none
 
     def begin(self, call: CallOfTask) -> None:
         self.under_way.add(call)
-        if not self._looking:
-            self._looking = True
-            self.loop.call_later(TICK, self._look)
+        if self._lost_at <= time.monotonic():
+            self._look_later()
+
+    def _look_later(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.loop.call_later(TICK, self._look)
+        self._lost_at = time.monotonic() + TICK + LATE
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -164,9 +174,10 @@ class _CallsOfLoop:
             self.under_way.remove(call)
             call.is_over = True
             call.task.cancel()
-        self._looking = bool(self.under_way)
-        if self._looking:
-            self.loop.call_later(TICK, self._look)
+        if self.under_way:
+            self._look_later()
+        else:
+            self._timer, self._lost_at = None, 0.0
 
 
 class _OfThread(threading.local):

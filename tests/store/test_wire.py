@@ -23,6 +23,7 @@ import redis.sentinel
 from redis.credentials import CredentialProvider
 
 from idemredis import AsyncLedger, Ledger, LedgerUnavailable, Policy, Replay, Reservation, StoredResponse
+from idemredis.store.deadline import LATE, TICK
 from tests.support.clusters import Cluster
 from tests.support.proxy import Proxy
 from tests.support.servers import Server, free_port
@@ -495,6 +496,46 @@ def test_a_call_ends_in_time_although_its_time_was_over_while_the_client_logged_
             assert asyncio.run(scene()) < BOUND
         finally:
             client.client_unpause()
+
+
+class InterruptedLoop(asyncio.SelectorEventLoop):
+    """Its first look at the calls is ended by an exception, as by one that the handler of a signal raises."""
+
+    _was_interrupted = False
+
+    def call_later(  # type: ignore[override]  # typeshed ties the arguments to the callback
+        self, delay: float, callback: Any, *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
+        if delay == TICK and not self._was_interrupted:
+            self._was_interrupted = True
+            callback = _interrupted
+        return super().call_later(delay, callback, *args, context=context)
+
+
+def _interrupted() -> None:
+    raise ValueError("of a signal's handler")
+
+
+@pytest.mark.slow
+def test_a_look_at_the_calls_that_an_exception_ends_is_made_up_for(valkey_server: Server, namespace: str) -> None:
+    raised: list[Any] = []
+
+    async def scene(port: int) -> list[Any]:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, found: raised.append(found["exception"]))
+        async with redis.asyncio.Redis(port=port) as client:
+            ledger = AsyncLedger(client, namespace=namespace, socket_timeout=0.2)
+            first = asyncio.create_task(ledger.claim(*ROW, "f"))
+            await asyncio.wait([first], timeout=TICK + LATE + 0.5)
+            assert not first.done()
+            ended = await asyncio.gather(first, ledger.claim("acct_1", "key-2", "f"), return_exceptions=True)
+            await ledger.close()
+            return list(ended)
+
+    with half_open(valkey_server) as port, asyncio.Runner(loop_factory=InterruptedLoop) as runner:
+        began = time.monotonic()
+        assert [type(error) for error in runner.run(scene(port))] == [LedgerUnavailable] * 2
+        assert time.monotonic() - began < TICK + LATE + BOUND
+    assert [type(error) for error in raised] == [ValueError]
 
 
 @pytest.mark.slow
