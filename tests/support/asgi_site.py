@@ -95,6 +95,8 @@ class Wire:
     async def send(self, message: MutableMapping[str, Any]) -> None:
         self.on_message(dict(message))
         self.messages.append(dict(message))
+        if self.complete:
+            self._gone.set()  # ASGI: who asks for another message after the response gets a disconnect
 
     @property
     def complete(self) -> bool:
