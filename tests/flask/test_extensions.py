@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -170,9 +170,25 @@ def _jwt(make_site: MakeSite) -> Case:
     return Case(site, headers=[("Authorization", f"Bearer {token}")])
 
 
+_engines: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def engines_are_disposed() -> Iterator[None]:
+    yield
+    while _engines:
+        _engines.pop().dispose()
+
+
+def _sqlite() -> Any:
+    sqlalchemy = pytest.importorskip("sqlalchemy")
+    _engines.append(sqlalchemy.create_engine("sqlite://", poolclass=sqlalchemy.pool.StaticPool))
+    return _engines[-1]
+
+
 def _sqlalchemy(make_site: MakeSite) -> Case:
     sqlalchemy, orm = pytest.importorskip("sqlalchemy"), pytest.importorskip("sqlalchemy.orm")
-    engine = sqlalchemy.create_engine("sqlite://", poolclass=sqlalchemy.pool.StaticPool)
+    engine = _sqlite()
     with engine.begin() as connection:
         connection.execute(sqlalchemy.text("create table charges (id integer primary key, amount integer unique)"))
     session = orm.scoped_session(orm.sessionmaker(engine))
@@ -307,7 +323,7 @@ def test_nobody_has_no_keys_with_an_extension_that_authenticates(make_site: Make
 @pytest.mark.filterwarnings("ignore")
 def test_a_commit_of_sqlalchemy_that_fails_is_not_replayed_as_a_success(make_site: MakeSite) -> None:
     sqlalchemy, orm = pytest.importorskip("sqlalchemy"), pytest.importorskip("sqlalchemy.orm")
-    engine = sqlalchemy.create_engine("sqlite://", poolclass=sqlalchemy.pool.StaticPool)
+    engine = _sqlite()
     session = orm.scoped_session(orm.sessionmaker(engine))
     site = make_site()
     fail = [True]
