@@ -92,8 +92,8 @@ def guard(
         fingerprint: a dependency that returns a str, or a JSON value to be hashed. By default the method, target, some
             headers and the body are hashed.
         recover: called with the reservation on a takeover, before the endpoint runs again; sync or async. It returns
-            the response of the earlier attempt, as a `StoredResponse` or Starlette's `Response`, or None to run the
-            endpoint, or raises `HoldForReview`.
+            the response of the earlier attempt, as a `StoredResponse`, Starlette's `Response`, a JSON value,
+            `(value, status)` or `(value, status, headers)`, or None to run the endpoint, or raises `HoldForReview`.
 
     Raises:
         ConfigurationError: an option is not supported, or there is no principal.
@@ -127,7 +127,8 @@ def guard(
                 raise
             raise _Answered(answer) from None
         if made is not None:
-            raise _Answered(await stored(exchange, await responded(made, exchange)))
+            status = getattr(request.scope.get("route"), "status_code", None) or 200
+            raise _Answered(await stored(exchange, await responded(made, exchange, status)))
         assert exchange.reservation is not None
         return exchange.reservation
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import logging
 import time
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from ..core.as_response import as_response
 from ..core.fingerprint import fingerprint_endpoint
 from ..core.keys import Identity, valid_principal
 from ..core.reservation import AsyncReservation, AsyncUnprotected, observed, save_through
@@ -261,7 +261,8 @@ async def _shaped(exchange: Exchange, refusal: StoredResponse) -> StoredResponse
         return refusal
     try:
         made = await waited_for(problem(refusal.code, refusal.status, refusal.message, dict(refusal.facts)))
-        shaped = await responded(made, exchange, refusal)
+        content_type = next(value for name, value in refusal.headers if name == "Content-Type")
+        shaped = await responded(made, exchange, refusal.status, content_type)
     except Exception:
         logger.exception("problem= failed for %s, which is sent as it is", refusal.code)
         return refusal
@@ -272,20 +273,28 @@ async def _shaped(exchange: Exchange, refusal: StoredResponse) -> StoredResponse
     return StoredResponse(shaped.status, (*shaped.headers, *further), shaped.body)
 
 
-async def responded(made: Any, exchange: Exchange, refusal: Refusal | None = None) -> StoredResponse:
-    """Return what an application made as a response: a `StoredResponse`, an ASGI response, or JSON for a refusal.
+async def responded(made: Any, exchange: Exchange, status: int, content_type: str = "") -> StoredResponse:
+    """Return what an application made as a response.
+
+    Args:
+        made: a `StoredResponse`, an ASGI response, a JSON value, `(value, status)` or `(value, status, headers)`.
+        exchange: the request.
+        status: of a JSON value alone.
+        content_type: of a value without one; a str is then its text. By default it is JSON.
 
     Raises:
-        TypeError: it is none of these.
+        InvalidResponse: it is none of these.
     """
     if isinstance(made, StoredResponse):
         return made
-    if refusal is not None and isinstance(made, dict | list | str):
-        body = made.encode() if isinstance(made, str) else json.dumps(made).encode()
-        of_json = tuple((name, value) for name, value in refusal.headers if name == "Content-Type")
-        return StoredResponse(refusal.status, of_json, body)
     if not callable(made):
-        raise TypeError(f"a response is a StoredResponse or an ASGI response, not {type(made).__name__}")
+        value, status, *given = made if isinstance(made, tuple) and len(made) in (2, 3) else (made, status)
+        named: dict[str, str] = dict(*given)
+        if content_type and "content-type" not in {name.lower() for name in named}:
+            named["Content-Type"] = content_type
+        if content_type and isinstance(value, str):
+            return StoredResponse(status, tuple(named.items()), value.encode())
+        return as_response((value, status, named))
     messages: list[Message] = []
 
     async def send(message: Message) -> None:

@@ -47,8 +47,8 @@ class Idempotency:
         ledger: an `AsyncLedger` to use in place of a client and of the settings that belong to a ledger.
         observers: called with each `Event`.
         problem: shapes refusals: `problem(code, status, message, facts)`, sync or async, returns a `StoredResponse`, an
-            ASGI response such as Starlette's, or JSON. A Retry-After is added where the refusal has one. If it raises,
-            the refusal is sent as it is without it.
+            ASGI response such as Starlette's, a JSON value, `(value, status)` or `(value, status, headers)`. A
+            Retry-After is added where the refusal has one. If it raises, the refusal is sent as it is without it.
 
     Raises:
         ConfigurationError: a setting is unknown or not supported, the constant is not a valid principal, `ledger` is
@@ -178,7 +178,9 @@ class Idempotency:
             ConfigurationError: there is none.
         """
         if self._principal is LEFT_OUT:
-            raise ConfigurationError(f"{what} needs a principal: whose key it is; pass principal= to Idempotency")
+            raise ConfigurationError(
+                f"{what} needs a principal, whose key it is: pass principal= to Idempotency; only guards have their own"
+            )
 
     def ask_principal(self, scope: Scope) -> Any:
         """Return the principal of a request, or an awaitable of it."""

@@ -253,15 +253,19 @@ def resolve(
     _print_result(done, as_json, "completed", f"every retry gets status {status} from now on, and nothing runs")
 
 
+_RECORDED = "an effect that `Effects` has recorded in a database is not made again"
+
+
 @row_command(_YES)
 def forget(session: Session, as_json: bool, identity: Identity, yes: bool) -> None:
     """Delete a row that no attempt holds.
 
-    A retry then runs the operation as a new claim, even if it was done before.
+    A retry then runs the operation as a new claim, even if it was done before. An effect that `Effects` has recorded in
+    a database is not made again.
     """
     prompt = "Delete this row? A retry will run the operation again, even if it was done before."
     done = interventions.forget(session.ledger, identity, _confirm(prompt, yes))
-    _print_result(done, as_json, "forgotten", "a retry runs the operation again, at generation 1")
+    _print_result(done, as_json, "forgotten", f"a retry runs the operation again, at generation 1; {_RECORDED}")
 
 
 @command(

@@ -10,11 +10,11 @@ from sqlalchemy import event
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from ..core.as_response import as_response
 from ..core.reservation import Reservation
 from ..core.response import StoredResponse
 from ..core.settle import of_effect
 from ..errors import ConfigurationError, EffectDone
-from .responses import as_response
 from .sessions import abandon, is_async, opened
 
 if TYPE_CHECKING:

@@ -12,13 +12,13 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
 from sqlalchemy.orm import Session, scoped_session
 
+from ..core.as_response import as_response
 from ..core.reservation import Reservation
 from ..core.response import StoredResponse
 from ..errors import ConfigurationError, EffectDone
 from ..events import digest
 from ..policy import LONGEST_RETENTION
 from .block import EffectBlock
-from .responses import as_response
 from .sessions import abandon, makes_async, opened, session_of
 from .table import check_dialect, check_transactional, effects_table, find, insert, now_ms, of_row, values
 

@@ -208,7 +208,7 @@ def test_the_guards_own_fingerprint_is_a_dependency_of_the_parsed_body(shop: Asg
     assert _send(shop, json={"amount": 6}).get_json()["error"] == "idempotency_key_reused"
 
 
-@pytest.mark.parametrize("made", ["stored", "response", "tombstone", "nothing"])
+@pytest.mark.parametrize("made", ["stored", "response", "value", "pair", "tombstone", "nothing"])
 def test_recover_gives_the_response_of_the_attempt_before(made: str, shop: AsgiSite, clock: TurnedClock) -> None:
     from fastapi.responses import JSONResponse
 
@@ -216,6 +216,8 @@ def test_recover_gives_the_response_of_the_attempt_before(made: str, shop: AsgiS
         return {
             "stored": StoredResponse(202, (("location", "/7"),), b"found"),
             "response": JSONResponse({"found": claim.generation}, 202),
+            "value": {"found": claim.generation},
+            "pair": ({"found": claim.generation}, 202),
             "tombstone": StoredResponse(202, omitted="not_wanted"),
             "nothing": None,
         }[made]
@@ -231,6 +233,8 @@ def test_recover_gives_the_response_of_the_attempt_before(made: str, shop: AsgiS
     expected = {
         "stored": (202, b"found"),
         "response": (202, b'{"found":2}'),
+        "value": (201, b'{"found":2}'),  # the status of the route
+        "pair": (202, b'{"found":2}'),
         "nothing": (201, b'{"run":2}'),
     }
     if made == "tombstone":

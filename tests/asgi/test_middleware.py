@@ -569,7 +569,7 @@ def test_what_calls_a_refused_endpoint_again_does_not_run_it(sync: bool, make_as
 # Refusals in the application's own shape
 
 
-@pytest.mark.parametrize("made", ["response", "stored", "dict", "async"])
+@pytest.mark.parametrize("made", ["response", "stored", "dict", "pair", "triple", "async"])
 def test_refusals_have_the_shape_that_the_application_gives_them(made: str, make_asgi_site: MakeAsgiSite) -> None:
     def problem(code: str, status: int, message: str, facts: dict[str, int]) -> Any:
         body = {"oops": code, "facts": sorted(facts)}
@@ -580,6 +580,10 @@ def test_refusals_have_the_shape_that_the_application_gives_them(made: str, make
                 return StoredResponse(418, (("content-type", "application/json"),), bytes(JSONResponse(body).body))
             case "async":
                 return later(body)
+            case "pair":
+                return body, 418
+            case "triple":
+                return body, 418, {"content-type": "application/json", "X-Shape": "own"}
             case _:
                 return body
 
@@ -598,6 +602,8 @@ def test_refusals_have_the_shape_that_the_application_gives_them(made: str, make
     assert answer.status_code == (409 if made == "dict" else 418)
     assert answer.get_json() == {"oops": "idempotency_key_in_progress", "facts": ["lease_ms", "retry_after_ms"]}
     assert answer.headers["Retry-After"] == "2"
+    assert answer.headers.getlist("Content-Type") == ["application/json"]
+    assert answer.headers.get("X-Shape") == ("own" if made == "triple" else None)
 
 
 def test_a_problem_function_that_fails_costs_the_client_nothing(

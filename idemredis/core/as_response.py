@@ -1,4 +1,4 @@
-"""What `Effects` takes as a response."""
+"""A response as an application gives it: JSON with a status and headers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..core.response import StoredResponse, deliverable
 from ..errors import InvalidResponse
+from .response import StoredResponse, deliverable
 
 __all__ = ["as_response"]
 
