@@ -135,8 +135,11 @@ def _chosen(session: Session, principal: str, key: str, operation: str, digest: 
         return by_digest(session, digest)
     if name:
         session.chosen = f"--row {shlex.quote(name)}"
-        if not name.startswith(row_prefix(session.namespace)):
-            raise click.BadParameter(f"it is not in the namespace {session.namespace!r}", param_hint="--row")
+        if not name.startswith(prefix := row_prefix(session.namespace)):
+            raise click.BadParameter(
+                f"it is not in the namespace {session.namespace!r}; the names of its rows begin with {prefix!r}",
+                param_hint="--row",
+            )
         return rows.identity_of(name)
     words = ["--operation", operation] if operation else []
     words += ["--"] if principal.startswith("-") or key.startswith("-") else []
