@@ -99,8 +99,10 @@ def _core_for(server: Server) -> Iterator[None]:
     if others:
         os.sched_setaffinity(server.pid, {first})
         os.sched_setaffinity(0, others)
-    yield
-    os.sched_setaffinity(0, before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _claim(ledger: Ledger, key: str, lease: float) -> Reservation:

@@ -454,7 +454,7 @@ def test_a_timeout_that_a_notice_of_the_server_has_relaxed_is_reset_also_during_
             await pool.release(connection)
             proxy.hold(True)
             claim = asyncio.create_task(ledger.claim(*ROW, "f"))
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # one turn: the call has the connection, and its reply is held
             connection.reset_tmp_settings(reset_relaxed_timeout=True)
             proxy.hold(False)
             assert isinstance(await claim, Reservation)
@@ -470,7 +470,7 @@ class SlowCredentials(CredentialProvider):
     """Asks for a password as many providers do: over HTTP, on the event loop's own thread."""
 
     def get_credentials(self) -> tuple[str, str]:
-        time.sleep(0.4)
+        time.sleep(0.4)  # blocks the loop for longer than the call has
         return "default", "any"
 
 
